@@ -1,4 +1,4 @@
-"""For every suite: annotations are checked at run time, a CPU shows eight devices, and `--extent`,
+"""For every suite: annotations are checked at run time, nothing is promoted implicitly, a CPU shows eight devices, and `--extent`,
 which the conformance suite's plugin defines, says how much runs.
 
 quick: one in four of similar parametrised tests. standard: all of them. full: the slow tests too.
@@ -32,9 +32,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from ejkernel.testing.settings import host_devices  # as below
+    from ejkernel.testing.settings import host_devices, promote_nothing  # as below
 
     host_devices()
+    config.add_cleanup(promote_nothing())
     asked = [Path(config.invocation_params.dir, argument.partition("::")[0]).resolve() for argument in config.args]
     for folder, needed in _OF_ONE_PLATFORM.items():
         here = any(path.is_relative_to(config.rootpath / folder) for path in asked)

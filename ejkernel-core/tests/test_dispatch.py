@@ -177,8 +177,8 @@ def test_platform_without_backward_trains_with_anothers(registered):
     assert found.chosen == "forward_only"
     assert found.backward.chosen.id == "xla"
     assert found.backward.setting == "priority"
-    gradient = jax.grad(lambda x: (ejkernel.rms_norm(x, platform="forward_only") * jnp.arange(8.0)[None]).sum())(X * 2)
-    expected = jax.grad(lambda x: (ejkernel.rms_norm(x, platform="xla") * jnp.arange(8.0)[None]).sum())(X * 2)
+    gradient = jax.grad(lambda x: (ejkernel.rms_norm(x, platform="forward_only") * jnp.arange(8.0)[None, None]).sum())(X * 2)
+    expected = jax.grad(lambda x: (ejkernel.rms_norm(x, platform="xla") * jnp.arange(8.0)[None, None]).sum())(X * 2)
     assert jnp.allclose(gradient, expected, atol=1e-6)
 
 
@@ -195,8 +195,8 @@ def test_platform_whose_backward_refuses_the_call_trains_with_anothers(registere
         found = explain("rms_norm", X, platform="picky")
         assert (found.chosen, found.backward.chosen.id) == ("picky", "xla")
         assert "not of this shape" in str(found.backward)
-        gradient = jax.grad(lambda x: (ejkernel.rms_norm(x, platform="picky") * jnp.arange(8.0)[None]).sum())(X * 2)
-        expected = jax.grad(lambda x: (ejkernel.rms_norm(x, platform="xla") * jnp.arange(8.0)[None]).sum())(X * 2)
+        gradient = jax.grad(lambda x: (ejkernel.rms_norm(x, platform="picky") * jnp.arange(8.0)[None, None]).sum())(X * 2)
+        expected = jax.grad(lambda x: (ejkernel.rms_norm(x, platform="xla") * jnp.arange(8.0)[None, None]).sum())(X * 2)
         assert jnp.allclose(gradient, expected, atol=1e-6)
         with pytest.raises(NoKernelError, match="not of this shape"):
             jax.grad(lambda x: ejkernel.rms_norm(x, platform="pickier").sum())(X)

@@ -175,7 +175,9 @@ def test_reordered_shards_carry_equal_causal_work(strategy, shards):
     assert np.ptp(work) <= (0 if strategy == "zigzag" else length // shards * (shards - 1))
     if strategy == "striped":
         np.testing.assert_array_equal(out[0, :12, 0], np.arange(0, length, shards))
-    grad = jax.grad(lambda y: (packing.reorder_sequence(y, shards, axis=0, strategy=strategy) * jnp.arange(length)).sum())
+    grad = jax.grad(
+        lambda y: (packing.reorder_sequence(y, shards, axis=0, strategy=strategy) * jnp.arange(float(length))).sum()
+    )
     order = packing.reorder_sequence(jnp.arange(length), shards, axis=0, strategy=strategy, inverse=True)
     np.testing.assert_array_equal(grad(jnp.zeros(length)), order)
 

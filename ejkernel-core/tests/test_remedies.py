@@ -14,7 +14,7 @@ PLAIN = r'with ejkernel\.use\("xla", custom_gradients=False\)'
 
 
 def loss(x):
-    return (ejkernel.rms_norm(x) ** 2 * jnp.arange(8.0)).sum()
+    return (ejkernel.rms_norm(x) ** 2 * jnp.arange(8.0)[None]).sum()
 
 
 SECOND_ORDER = {
@@ -44,7 +44,7 @@ def test_plain_jax_code_of_norms_has_finite_derivatives(function):
     """Rows of a mean square near 1 and 0.01: nothing that is squared for range may overflow in a derivative."""
 
     def total(x):
-        return (function(x) ** 2 * jnp.arange(8.0)).sum()
+        return (function(x) ** 2 * jnp.arange(8.0)[None]).sum()
 
     expected = jax.grad(total)(X)
     with ejkernel.use("xla", custom_gradients=False):

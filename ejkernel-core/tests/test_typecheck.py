@@ -128,15 +128,17 @@ def test_no_public_signature_says_any(name):
     assert not [argument for argument, hint in hints.items() if hint is typing.Any]
 
 
+BY_FLAG = {"return_lse", "return_residual", "return_state"}
+FLAGGED = [name for name, function in PUBLIC.items() if BY_FLAG & {*inspect.signature(function).parameters}]
 OVERLOADED = [name for name in PUBLIC if typing.get_overloads(inspect.unwrap(PUBLIC[name]))]
 
 
-@pytest.mark.parametrize("name", OVERLOADED)
+@pytest.mark.parametrize("name", FLAGGED)
 def test_overloads_say_what_the_signature_says(name):
     """Options that overloads take together have the names and types of the function's own."""
     function = inspect.unwrap(PUBLIC[name])
     own = typing.get_type_hints(function)
-    (flag,) = {"return_lse", "return_residual", "return_state"} & {*own}
+    (flag,) = BY_FLAG & {*own}
     results = []
     for overload in typing.get_overloads(function):
         said = typing.get_type_hints(overload)
@@ -154,9 +156,23 @@ def test_overloads_say_what_the_signature_says(name):
 
 
 def test_flags_that_change_the_result_are_overloaded():
-    flags = {"return_lse", "return_residual", "return_state"}
-    flagged = {n for n, f in PUBLIC.items() if flags & {*inspect.signature(f).parameters}}
-    assert {*OVERLOADED} == flagged
+    assert {*OVERLOADED} == {*FLAGGED, "paged_cache_update"}
+
+
+def test_caches_of_scales_that_change_the_result_are_overloaded():
+    """Of `paged_cache_update`, overloads narrow the scales and have the signature's other arguments and defaults."""
+    function = inspect.unwrap(ejkernel.paged_cache_update)
+    own, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
+    scales = {"k_scale", "v_scale", "k_scale_cache", "v_scale_cache"}
+    results = []
+    for overload in typing.get_overloads(function):
+        said = typing.get_type_hints(overload)
+        results.append(said.pop("return"))
+        assert {*said} == {*parameters}
+        assert {n: hint for n, hint in said.items() if n not in scales} == {n: own[n] for n in said if n not in scales}
+        for argument, parameter in inspect.signature(overload).parameters.items():
+            assert parameter.default in (parameters[argument].default, inspect.Parameter.empty)
+    assert own["return"] == typing.Union[tuple(results)]  # noqa: UP007 - built from values
 
 
 def test_listed_names_are_the_lazy_ones():

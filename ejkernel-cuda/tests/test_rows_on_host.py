@@ -112,17 +112,22 @@ class Norm:
         scale_offset: float = 0.0,
         stored: str = "float32",
         rows: int = 5,
+        spread: tuple[float, float] = (3.0, 2.0),
     ) -> None:
-        """parameters: 0 for none, 1 for those that the batch shares, 2 for a scale of each member's; `stored` is their dtype."""
+        """parameters: 0 for none, 1 for those that the batch shares, 2 for a scale of each member's; `stored` is their dtype.
+
+        `spread`: mean and deviation of x, and the deviation of the residual.
+        """
         rng = np.random.default_rng(width)
         operation, reference = NORMS[name]
         self.centred, self.added, self.which = name == "layer_norm", name == "add_rms_norm", [*NORMS].index(name)
         self.dtype, self.width, self.rows = dtype, width, rows
-        self.x = rounded(rng.normal(size=(2, rows, width)) * 2 + 3, dtype)
+        mean, deviation = spread
+        self.x = rounded(rng.normal(size=(2, rows, width)) * deviation + mean, dtype)
         self.grad = rounded(rng.normal(size=(2, rows, width)), dtype)
         self.scale = rounded(rng.normal(size=(parameters, width)), stored) if parameters else None
         self.offset = rounded(rng.normal(size=(1, width)), stored) if parameters and not self.added else None
-        self.residual = rounded(rng.normal(size=(2, rows, width)), dtype) if self.added else None
+        self.residual = rounded(rng.normal(size=(2, rows, width)) * deviation / 2, dtype) if self.added else None
         self.grad_sum = rounded(rng.normal(size=(2, rows, width)), dtype) if self.added else None
         # The reference does not round the sum; given the rounded one and nothing to add, it norms what the kernels norm.
         self.sum = rounded(self.x.astype(np.float32) + self.residual.astype(np.float32), dtype) if self.added else self.x
@@ -241,6 +246,26 @@ def check_norm_forward(launch, name):
             assert relative(value, exact) < 2e-6
         for one, other in zip(got, again, strict=True):
             np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+WIDE = {"far": (1449.5, 0.45), "large": (0.0, 3e19), "small": (0.0, 1e-25)}
+"""Mean and deviation of rows whose mean float32 rounds by more than they may be off, or whose squares it does not hold."""
+
+
+@pytest.mark.parametrize("spread", WIDE)
+@pytest.mark.parametrize(
+    ("name", "launch"),
+    [(name, launch) for name in NORMS for launch in (*LAUNCHES, *DIRECT, *MANY_WHOLE.get(name, ()))],
+    ids=str,
+)
+def test_norm_forward_of_a_wide_range(name, launch, spread):
+    dtype, width, *knobs = launch
+    problem = Norm(name, dtype, width, 1, spread=WIDE[spread])
+    out, *saved = problem.forward(*knobs, workers=2)
+    assert relative(out, problem.outputs.out, floor=1.0) < TOLERANCE[dtype]
+    wanted = [*([problem.outputs.mean] if problem.centred else []), problem.outputs.rstd]
+    for value, exact in zip(saved, wanted, strict=True):
+        assert relative(value, exact, 1e-30 if spread == "small" else 0.0) < 3e-6
 
 
 @pytest.mark.parametrize("name", NORMS)

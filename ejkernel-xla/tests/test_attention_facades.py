@@ -76,7 +76,7 @@ def test_mask_info_bias_and_causal_hold_together():
         info.dense
         & (ids[:, None, :, None] == ids[:, None, None])
         & (ids >= 0)[:, None, :, None]
-        & np.tril(np.ones((10, 10), bool))
+        & np.tril(np.ones((1, 1, 10, 10), bool))
     )
     expected = exact(q, k, v, bias=bias, mask=seen).out
     np.testing.assert_allclose(flash_attention(q, k, v, bias=bias, mask_info=info, causal=True), expected, **CLOSE)

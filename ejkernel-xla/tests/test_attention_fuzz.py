@@ -247,7 +247,7 @@ def check_packed(drawn: Packed) -> None:
 
     def all_of(query: Any, key: Any, value: Any, given: Any) -> Any:
         (out, lse), pull = jax.vjp(lambda *arrays: run(*arrays, given), query, key, value)
-        return out, lse, *pull((jnp.asarray(grad), jnp.cos(lse) * (lse > -jnp.inf)))
+        return out, lse, *pull((jnp.asarray(grad), jnp.where(lse > -jnp.inf, jnp.cos(lse), 0)))
 
     found = (jax.jit(all_of) if drawn.traced else all_of)(query, key, value, given)
     expected = _one_by_one(query, key, value, grad, ends, drawn.options)

@@ -64,7 +64,7 @@ def test_packed_equals_padded_rows_with_segments() -> None:
     x, weight, bias = _drawn()
     packed = jnp.concatenate([x[0, :6], x[1, :4]])[None]
     out = ejkernel.causal_conv1d(packed, weight, bias, cu_seqlens=jnp.array([0, 6, 10]))
-    ids = jnp.where(jnp.arange(9) < jnp.array([[6], [4]]), 0, -1)
+    ids = jnp.where(jnp.arange(9)[None] < jnp.array([[6], [4]]), 0, -1)
     rows = ejkernel.causal_conv1d(x, weight, bias, seg_ids=ids)
     np.testing.assert_allclose(out[0, :6], rows[0, :6], rtol=1e-6)
     np.testing.assert_allclose(out[0, 6:], rows[1, :4], rtol=1e-6)

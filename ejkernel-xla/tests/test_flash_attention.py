@@ -301,7 +301,7 @@ class TestTransforms:
 
         def dense(query: Any) -> Any:
             logits = 2.0 * jnp.tanh(jnp.einsum("bthd,bshd->bhts", query, inputs.key) * call.scale / 2.0)
-            seen = (jnp.arange(5)[:, None] >= jnp.arange(4)) & (jnp.arange(4) < 3) & (jnp.arange(5)[:, None] < 4)
+            seen = (jnp.arange(5)[:, None] >= jnp.arange(4)[None]) & (jnp.arange(4) < 3)[None] & (jnp.arange(5)[:, None] < 4)
             weights = jnp.where(seen, jnp.exp(logits), 0)
             weights = weights / jnp.maximum(jnp.sum(weights, -1, keepdims=True), 1e-30)
             return jnp.sum(jnp.sin(jnp.einsum("bhts,bshv->bthv", weights, inputs.value)))

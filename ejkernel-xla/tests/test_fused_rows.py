@@ -67,7 +67,7 @@ def test_the_stream_keeps_its_dtype(of_x: str, of_residual: str) -> None:
 def test_add_rms_norm_to_second_order() -> None:
     def plain(x: Any, residual: Any, scale: Any) -> Any:
         total = x + residual
-        return total / jnp.sqrt(jnp.mean(total**2, -1, keepdims=True) + 1e-3) * (scale + 1), total
+        return total / jnp.sqrt(jnp.mean(total**2, -1, keepdims=True) + 1e-3) * (scale + 1)[None], total
 
     check_second_order(
         lambda *a: ejkernel.fused_add_rms_norm(*a, epsilon=1e-3, scale_offset=1.0), plain, *arrays((3, 5), (3, 5), (5,))
@@ -103,8 +103,10 @@ def test_qk_norm_rope_is_a_norm_and_a_rotation() -> None:
 def test_qk_norm_rope_to_second_order() -> None:
     def plain(q: Any, k: Any, cos: Any, sin: Any, q_scale: Any, k_scale: Any) -> Any:
         def one(x: Any, scale: Any) -> Any:
-            first, second, rest = jnp.split(x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-3) * (scale + 1), (2, 4), -1)
-            c, s = cos[:, None], sin[:, None]
+            first, second, rest = jnp.split(
+                x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-3) * (scale + 1)[None, None, None], (2, 4), -1
+            )
+            c, s = cos[None, :, None], sin[None, :, None]
             return jnp.concatenate([first * c - second * s, second * c + first * s, rest], -1)
 
         return one(q, q_scale), one(k, k_scale)

@@ -31,7 +31,7 @@ def test_vmap(name: str, case: Any) -> None:
 def test_second_order_and_jit(name: str) -> None:
     def plain(x: Any, scale: Any, offset: Any) -> Any:
         centred = x - jnp.mean(x, -1, keepdims=True) if name == "layer_norm" else x
-        return centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-3) * scale + offset
+        return centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-3) * scale[None] + offset[None]
 
     keys = jax.random.split(jax.random.key(0), 3)
     arrays = jax.random.normal(keys[0], (3, 5)), jax.random.normal(keys[1], (5,)), jax.random.normal(keys[2], (5,))

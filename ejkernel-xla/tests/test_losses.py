@@ -34,7 +34,7 @@ def expected(logits, targets, weights=None, smoothing=0.0, z_loss=0.0, cap=None,
     lse = jax.nn.logsumexp(logits, axis=-1)
     one = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
     loss = (1 - smoothing) * (lse - one) + smoothing * (lse - logits.mean(-1)) + z_loss * lse**2
-    scale = (targets != -100) * (1.0 if weights is None else weights)
+    scale = jnp.where(targets == -100, 0, 1.0 if weights is None else weights)
     loss = jnp.where(scale == 0, 0, loss) * scale
     return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.sum() / scale.sum()
 
@@ -64,7 +64,7 @@ def test_cross_entropy_of_hidden_states(cfg, reduction):
         ).loss
 
     def plain(hidden, head, bias):
-        logits = jnp.matmul(hidden, head, precision="highest") + bias
+        logits = jnp.matmul(hidden, head, precision="highest") + bias[None, None]
         return expected(logits, targets, weights, 0.1, 1e-2, 4.0, reduction)
 
     def pulled(function):

@@ -100,7 +100,7 @@ def test_the_choice_is_the_documented_one(arrays):
     blocks = blocks_of(T, SIZE, None)
     means = block_means(key, SIZE, blocks, None)
     logits = jnp.einsum("bthd,bnhd->bthn", query, jnp.repeat(means, H // K, axis=2), precision="highest") / np.sqrt(D)
-    complete = (jnp.arange(8) + 1) * SIZE - 1 <= jnp.arange(T)[:, None, None]
+    complete = ((jnp.arange(8) + 1) * SIZE - 1)[None, None] <= jnp.arange(T)[:, None, None]
     lse = jax.nn.logsumexp(jnp.where(complete, logits, -jnp.inf), axis=-1)
     for count in (1, 2, 3, 4, 8):
         found = chosen_blocks(query, means, lse, blocks, block_size=SIZE, count=count, scale=D**-0.5)
@@ -112,7 +112,7 @@ def test_equal_scores_choose_the_earlier_block(arrays):
     found = chosen_blocks(
         jnp.zeros((1, 30, 2, 4)),
         jnp.zeros((1, 10, 1, 4)),
-        jnp.log(jnp.maximum(jnp.arange(1, 31) // SIZE, 1.0))[None, :, None] * jnp.ones(2),
+        jnp.log(jnp.maximum(jnp.arange(1.0, 31.0) // SIZE, 1.0))[None, :, None] * jnp.ones((1, 1, 2)),
         blocks,
         block_size=SIZE,
         count=5,

@@ -176,7 +176,7 @@ def test_work_follows_the_lengths():
 
 def test_lse_combines_parts_of_a_context():
     arrays = problem(((1, 12), (1, 9)))
-    slots = (arrays["block_tables"][..., None] * PAGE + jnp.arange(PAGE)).reshape(2, -1)
+    slots = (arrays["block_tables"][..., None] * PAGE + jnp.arange(PAGE)[None, None]).reshape(2, -1)
     keys, values = (arrays[name].reshape(-1, KEY_HEADS, SIZE) for name in ("key_cache", "value_cache"))
     whole, lse = ejkernel.decode_attention(arrays["queries"], keys, values, slots, arrays["kv_lens"])
     first = ejkernel.decode_attention(arrays["queries"], keys, values, slots, jnp.array([5, 5]))

@@ -79,8 +79,8 @@ def pulled(run, given):
     def loss(*arrays):
         out, lse = run(*arrays)
         seen = jnp.where(lse > -jnp.inf, lse, 0)
-        total = jnp.sum(out * normal(out.shape, 7, out.dtype)) + jnp.sum(seen * normal(lse.shape, 8))
-        return total.astype(jnp.float32), (out, lse)
+        total = jnp.sum(out * normal(out.shape, 7, out.dtype)).astype(jnp.float32) + jnp.sum(seen * normal(lse.shape, 8))
+        return total, (out, lse)
 
     gradients, outputs = jax.jit(jax.grad(loss, present, has_aux=True))(*given)
     return outputs, gradients

@@ -26,7 +26,7 @@ def test_vmap(case: Any) -> None:
 
 def _complex_rotation(x: Any, angles: Any) -> Any:
     """Neighbouring channels as complex numbers, turned by `angles [t, d / 2]`."""
-    turned = (x[..., 0::2] + 1j * x[..., 1::2]) * jnp.exp(1j * angles)[:, None]
+    turned = jax.lax.complex(x[..., 0::2], x[..., 1::2]) * jax.lax.complex(jnp.cos(angles), jnp.sin(angles))[None, :, None]
     return jnp.stack([turned.real, turned.imag], -1).reshape(x.shape)
 
 

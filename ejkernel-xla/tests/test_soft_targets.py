@@ -27,7 +27,7 @@ def soft_expected(logits, p, weights=None, classes=None, smoothing=0.0, cap=None
         p = jax.nn.one_hot(labels, V)
         importance = classes[jnp.maximum(labels, 0)]
     target = (1 - smoothing) * p + smoothing / V
-    loss = -(classes * target * jax.nn.log_softmax(logits)).sum(-1) * scale
+    loss = -(classes[(None,) * (logits.ndim - 1)] * target * jax.nn.log_softmax(logits)).sum(-1) * scale
     if reduction != "mean":
         return loss if reduction == "none" else loss.sum()
     return loss.sum() / (scale * importance).sum()
@@ -65,11 +65,11 @@ def test_soft_targets_and_class_weights(given, smoothing, reduction):
         return found.loss.sum()
 
     def from_logits(hidden, head, bias):
-        logits = jnp.matmul(hidden, head, precision="highest") + bias
+        logits = jnp.matmul(hidden, head, precision="highest") + bias[None, None]
         return cross_entropy(logits, hard if p is None else p, **options).loss.sum()
 
     def plain(hidden, head, bias):
-        logits = jnp.matmul(hidden, head, precision="highest") + bias
+        logits = jnp.matmul(hidden, head, precision="highest") + bias[None, None]
         return soft_expected(logits, p, weights, classes, smoothing, None, reduction, hard).sum()
 
     wanted = jax.jit(jax.value_and_grad(plain, (0, 1, 2)))(hidden, head, bias)

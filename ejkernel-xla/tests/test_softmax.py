@@ -25,7 +25,7 @@ def test_vmap(case: Any) -> None:
 
 def test_second_order_and_jit() -> None:
     x = jax.random.normal(jax.random.key(0), (3, 5))
-    where = jnp.arange(5) < jnp.array([5, 3, 1])[:, None]
+    where = jnp.arange(5)[None] < jnp.array([5, 3, 1])[:, None]
     check_second_order(lambda x: ejkernel.softmax(x, where=where, scale=0.5), lambda x: jax.nn.softmax(0.5 * x, where=where), x)
 
 

@@ -50,6 +50,11 @@ class PublicCall:
             name: jnp.asarray(value, dtype if value.dtype == np.float32 else value.dtype) for name, value in self.arrays.items()
         }
 
+    def without(self, axis: str) -> PublicCall:
+        """The call with arrays that have no elements along a named axis."""
+        cut = {name: [slice(0 if each == axis else None) for each in axes.split()] for name, axes in self.axes.items()}
+        return dataclasses.replace(self, arrays={name: value[*cut[name]] for name, value in self.arrays.items()})
+
     @property
     def floating(self) -> list[str]:
         return [name for name, value in self.arrays.items() if value.dtype == np.float32]
@@ -122,7 +127,7 @@ def _dense() -> list[PublicCall]:
             w=lambda x: np.abs(x * 1000).astype(np.uint32),
         ),
         _call("flash_attention", _QKV, {"causal": True}),
-        _call("attention", _QKV, {"causal": True}),
+        _call("attention", _QKV, {"causal": True, "dropout_prob": 0.25, "dropout_rng": 3, "deterministic": False}),
         _call("scaled_dot_product_attention", _QKV, {"causal": True}),
         _call("flash_attn_varlen", "q: n h d, k: n k d, v: n k d, cu_seqlens_q: 3", {"causal": True}, cu_seqlens_q=_STARTS),
         _call("blocksparse_attention", "query: b h t d, key: b k t d, value: b k t d"),

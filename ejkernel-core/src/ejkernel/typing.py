@@ -43,6 +43,9 @@ Flag = bool | np.bool | Bool[ArrayLike, ""]
 Scalar = float | np.number | Num[ArrayLike, ""] | Num[ArrayLike, "1"]
 """A number that may be traced."""
 
+TracedCount = int | np.integer | Integer[ArrayLike, ""] | Integer[ArrayLike, "1"]
+"""An integer that may be traced."""
+
 Seed = int | np.integer | Integer[ArrayLike, "..."] | Key[ArrayLike, ""]
 """A seed: an int, an integer scalar, a raw key, or a PRNG key of `jax.random`."""
 
@@ -80,10 +83,10 @@ InSpecs = Sequence[PartitionSpec | None]
 OutSpecs = PartitionSpec | Sequence[PartitionSpec]
 """The PartitionSpec of the result, or one for each of several results."""
 
-Window = Count | tuple[Count | None, Count | None] | list[Count | None]
+Window = TracedCount | tuple[TracedCount | None, TracedCount | None] | list[TracedCount | None]
 """Keys around a query: `(left, right)`, inclusive, None = unlimited; an int says both sides, or counts the last keys."""
 
-WindowPair = tuple[Count | None, Count | None] | list[Count | None]
+WindowPair = tuple[TracedCount | None, TracedCount | None] | list[TracedCount | None]
 """Keys around a query: `(left, right)`, inclusive, None = unlimited."""
 
 PrecisionLike = jax.lax.Precision | Literal["default", "high", "highest", "DEFAULT", "HIGH", "HIGHEST"]
@@ -217,6 +220,10 @@ LatentTokenAttended = Float[Array, "tokens heads rank"]
 NewLatentPages = Num[Array, "pages groups packing channels"]
 CacheScale = Scalar | Num[ArrayLike, "_"]
 """Factor of what a cache stores: a number, a scalar array, or one per key head."""
+StoredScale = CacheScale | Num[ArrayLike, "_ _"] | Num[ArrayLike, "_ _ _"]
+"""The same, or one for each stored row and key head."""
+ScalePages = Float[ArrayLike, "_ _ kv_heads"]
+NewScalePages = Float[Array, "_ _ kv_heads"]
 
 # Recurrences over a sequence; heads may be shared in either direction
 

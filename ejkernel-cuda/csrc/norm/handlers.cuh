@@ -123,6 +123,7 @@ struct Handlers {
                         (!ADDED || (Aligned(residual.untyped_data()) && Aligned(sum->untyped_data())));
     const bool save = rstd->element_count() > 0;
     return ForFloat(x.element_type(), packed, [&]<typename T, int N>() {
+      const float unit = square_unit<T>(epsilon);
       const Forward<T, N, CENTRED, ADDED> op{static_cast<const T*>(x.untyped_data()),
                                              ADDED ? static_cast<const T*>(residual.untyped_data()) : nullptr,
                                              AsParameter<T>(scale),
@@ -134,7 +135,8 @@ struct Handlers {
                                              dims[1],
                                              int(dims[2]),
                                              1.f / float(dims[2]),
-                                             epsilon,
+                                             unit,
+                                             epsilon * unit * unit,
                                              scale_offset};
       bool multipass = false;
       const int64_t groups = op.scale.stride || op.offset.stride ? dims[0] : 1;

@@ -1,5 +1,8 @@
 // Normalisation of rows: rms_norm, layer_norm (CENTRED), and add_rms_norm (ADDED), which normalises x + residual as stored. x
 // is [batch, rows_per_batch, width]; statistics and sums are float.
+//
+// Statistics are those of `relative` elements: in a unit in which squares neither overflow nor vanish and, if CENTRED, from the
+// row's first element, because the mean of a row far from zero is rounded by more than the row may spread.
 #pragma once
 
 #include "divide.cuh"
@@ -89,7 +92,7 @@ struct Forward {
   float* rstd;  // null if not requested
   int64_t rows_per_batch;
   int width;
-  float inverse_width, epsilon, scale_offset;
+  float inverse_width, unit, epsilon, scale_offset;  // `square_unit`; epsilon in its square
 
   static constexpr int kStreams = ADDED ? 2 : 1, kFound = CENTRED ? 2 : 1;
   static constexpr bool kFlushes = false;
@@ -250,10 +253,11 @@ struct Forward {
       if constexpr (!ADDED) widen_words(this->offset[item], shift);
     }
   };
-  // From `measure` to `finish`, if kKeepsCentred: a row's columns minus the warp's mean, and that mean.
+  // From `measure` to `finish`, if kKeepsCentred: a row's relative columns minus the warp's mean, and that mean.
   template <int ITEMS>
   struct RowState {
     static constexpr bool kHolds = CENTRED && ITEMS <= kMaxItems;
+    float pivot;  // the row's first element; 0 unless CENTRED
     float centred[kHolds ? ITEMS : 1][N], from;
   };
   template <class Source, int ITEMS>
@@ -293,8 +297,18 @@ struct Forward {
   }
 
   template <int ITEMS>
-  __device__ RowState<ITEMS> row_state(const RowCoord&) const {
-    return {};
+  __device__ RowState<ITEMS> row_state(const RowCoord& coord) const {
+    RowState<ITEMS> row_state;
+    row_state.pivot = CENTRED && coord.active ? pivot_of(coord.row) : 0.f;
+    return row_state;
+  }
+
+  __device__ float pivot_of(int64_t row) const { return to_float(x[row * width]); }
+
+  // An element of a row, or 0 outside of it, in units of `unit` from the pivot.
+  __device__ float relative(float value, float pivot, bool there = true) const {
+    if constexpr (CENTRED) return fmaf(value, unit, there ? -pivot * unit : 0.f);
+    return std::is_same_v<T, __half> ? value : value * unit;  // whose unit is 1
   }
 
   // The addends' sum, rounded to T.
@@ -325,11 +339,13 @@ struct Forward {
       for (int row = 0; row < ROWS; ++row) {
 #pragma unroll
         for (int item = 0; item < ITEMS; ++item) {
+          const bool there = columns.has(item);
           float x[N];
           read(sources[row], item, x);
           float sum = 0.f;
 #pragma unroll
           for (int i = 0; i < N; ++i) {
+            x[i] = relative(x[i], row_states[row].pivot, there);
             sum += x[i];
             if constexpr (kKeepsCentred<Source, ITEMS>) row_states[row].centred[item][i] = x[i];
           }
@@ -350,13 +366,14 @@ struct Forward {
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item) {
         if (CENTRED && !kKeepsCentred<Source, ITEMS> && ITEMS > 1 && !columns.has(item)) continue;
-        const float from = columns.has(item) ? centres[row] : 0.f;  // columns outside of the row are zero
+        const bool there = columns.has(item);
+        const float from = there ? centres[row] : 0.f;  // columns outside of the row are zero
         float x[N];
         if constexpr (!kKeepsCentred<Source, ITEMS>) read<CENTRED && ITEMS != 1>(sources[row], item, x);
         float sum = 0.f;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          if constexpr (kKeepsCentred<Source, ITEMS>) x[i] = row_states[row].centred[item][i];
+          x[i] = kKeepsCentred<Source, ITEMS> ? row_states[row].centred[item][i] : relative(x[i], row_states[row].pivot, there);
           if constexpr (CENTRED) x[i] -= from;
           if constexpr (kKeepsCentred<Source, ITEMS>) row_states[row].centred[item][i] = x[i];
           sum += x[i] * x[i];
@@ -445,7 +462,7 @@ struct Forward {
     Reducer::warp<Add>(squares, warps);
   }
 
-  // The row's mean, 0 unless CENTRED, and the sum of squared deviations.
+  // The mean of relative elements, 0 unless CENTRED, and the sum of squared deviations.
   template <class Found>
   __device__ void moments(const Found& found, const Columns& columns, float& centre, float& squares) const {
     if constexpr (CENTRED && Found::kCluster) {
@@ -458,18 +475,22 @@ struct Forward {
     }
   }
 
-  // For two-byte elements one FMA, with an error of 2^-24 of centre * inverse, far below their own precision.
+  // Of a relative element, or, unless CENTRED, of the element itself with the reciprocal of its own deviation. For two-byte
+  // elements one FMA, with an error of 2^-24 of centre * inverse, far below their own precision.
   static __device__ float normalised(float value, float centre, float inverse) {
     if (!CENTRED) return value * inverse;
     return sizeof(T) == 2 ? fmaf(value, inverse, -centre * inverse) : (value - centre) * inverse;
   }
+
+  // The reciprocal of the deviation of relative elements.
+  __device__ float inverse_deviation(float squares) const { return rsqrtf(squares * inverse_width + epsilon); }
 
   template <int ITEMS, class Source, class Parameters, class Found>
   __device__ void finish(const Source& source, const RowState<ITEMS>& row_state, Parameters& parameters, const RowCoord& coord,
                          const Found& found) const {
     float centre, squares;
     moments(found, coord.columns, centre, squares);
-    const float inverse = rsqrtf(squares * inverse_width + epsilon);
+    const float inverse = inverse_deviation(squares) * (CENTRED ? 1.f : unit);
     const float shift = kKeepsCentred<Source, ITEMS> ? (row_state.from - centre) * inverse : 0.f;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
@@ -483,6 +504,7 @@ struct Forward {
       if constexpr (ADDED) store_out(sum + at, rounded<T, N>(x), there);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
+        if constexpr (CENTRED && !kKeepsCentred<Source, ITEMS>) x[i] = relative(x[i], row_state.pivot);
         x[i] =
             kKeepsCentred<Source, ITEMS> ? fmaf(row_state.centred[item][i], inverse, shift) : normalised(x[i], centre, inverse);
         x[i] *= factor[i];
@@ -490,40 +512,41 @@ struct Forward {
       }
       store_out(out + at, rounded<T, N>(x), there);
     }
-    if (rstd && coord.active && coord.columns.first == 0) save(coord.row, centre, inverse);
+    if (rstd && coord.active && coord.columns.first == 0) save(coord.row, row_state.pivot, centre, inverse);
   }
 
   template <int ITEMS>
   __device__ void flush(const ThreadState<ITEMS>&, int64_t, const Columns&, float*) const {}
 
   __device__ void write(const Pack<T, N>& pack, int64_t row, int column, const ParameterRow<T>& factors,
-                        const ParameterRow<T>& shifts, float centre, float inverse) const {
+                        const ParameterRow<T>& shifts, float pivot, float centre, float inverse) const {
     float values[N], factor[N], shift[N];
     widen(pack, values);
     factors.template read<N>(column, scale_offset, 1.f, factor);
     if constexpr (!ADDED) shifts.template read<N>(column, 0.f, 0.f, shift);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      values[i] = (CENTRED ? values[i] - centre : values[i]) * inverse * factor[i];
+      values[i] = (CENTRED ? relative(values[i], pivot) - centre : values[i]) * inverse * factor[i];
       if constexpr (!ADDED) values[i] += shift[i];
     }
     store<T, N>(out + row * width + column, rounded<T, N>(values));
   }
 
-  __device__ void save(int64_t row, float centre, float inverse) const {
-    if (CENTRED) mean[row] = centre;
-    rstd[row] = inverse;
+  __device__ void save(int64_t row, float pivot, float centre, float inverse) const {
+    if (CENTRED) mean[row] = pivot + centre / unit;
+    rstd[row] = CENTRED ? inverse * unit : inverse;
   }
 
   __device__ void multipass(int64_t row, Reducer& reducer) const {
     const T* from = ADDED ? sum + row * width : x + row * width;
     float centre = 0.f, squares = 0.f;
+    const float pivot = CENTRED ? pivot_of(row) : 0.f;
     if constexpr (CENTRED) {
       float total = 0.f;
       for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
         const Pack<T, N> pack = load<T, N>(from + column);
 #pragma unroll
-        for (int i = 0; i < N; ++i) total += to_float(pack.data[i]);
+        for (int i = 0; i < N; ++i) total += relative(to_float(pack.data[i]), pivot);
       }
       centre = reducer.template all<Add>(total) * inverse_width;
     }
@@ -538,14 +561,17 @@ struct Forward {
       }
       const Pack<T, N> pack = load<T, N>(from + column);
 #pragma unroll
-      for (int i = 0; i < N; ++i) squares += (to_float(pack.data[i]) - centre) * (to_float(pack.data[i]) - centre);
+      for (int i = 0; i < N; ++i) {
+        const float centred = relative(to_float(pack.data[i]), pivot) - centre;
+        squares += centred * centred;
+      }
     }
-    const float inverse = rsqrtf(reducer.template all<Add>(squares) * inverse_width + epsilon);
+    const float inverse = inverse_deviation(reducer.template all<Add>(squares)) * (CENTRED ? 1.f : unit);
     const ParameterRow<T> factors = scale.row(row, rows_per_batch), shifts = offset.row(row, rows_per_batch);
     for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
-      write(load<T, N>(from + column), row, column, factors, shifts, centre, inverse);
+      write(load<T, N>(from + column), row, column, factors, shifts, pivot, centre, inverse);
     }
-    if (rstd && threadIdx.x == 0) save(row, centre, inverse);
+    if (rstd && threadIdx.x == 0) save(row, pivot, centre, inverse);
   }
 };
 
@@ -602,9 +628,7 @@ struct Backward {
     return row_state;
   }
 
-  // As `Forward::normalised`.
   __device__ static float normalise(float value, float centre, float inverse) {
-    if (CENTRED && sizeof(T) == 2) return fmaf(value, inverse, -centre * inverse);
     return (CENTRED ? value - centre : value) * inverse;
   }
 

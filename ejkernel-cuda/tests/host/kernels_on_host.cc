@@ -171,6 +171,7 @@ EXPORT void norm_forward(int kind, bool packed, int which, Shape shape, const vo
                          float epsilon, float scale_offset) {
   norm_typed(kind, packed, which, [&]<typename T, int N, bool CENTRED, bool ADDED>() {
     using Op = norm::Forward<T, N, CENTRED, ADDED>;
+    const float unit = square_unit<T>(epsilon);
     const Op op{static_cast<const T*>(x),
                 static_cast<const T*>(residual),
                 scale.as<T>(),
@@ -182,7 +183,8 @@ EXPORT void norm_forward(int kind, bool packed, int which, Shape shape, const vo
                 rows_per_batch,
                 width,
                 1.f / width,
-                epsilon,
+                unit,
+                epsilon * unit * unit,
                 scale_offset};
     rows(op, shape);
   });

@@ -103,6 +103,7 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
     "latent_paged_attention": (
         "key_scale",
         "value_scale",
+        "first_keys",
         "window",
         "soft_cap",
         "precision",
@@ -148,6 +149,9 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "qq_bias",
         "key_scale",
         "value_scale",
+        "key_token_scale",
+        "value_token_scale",
+        "first_keys",
         "layout",
         "key_heads",
         "causal",

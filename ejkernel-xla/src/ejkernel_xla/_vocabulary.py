@@ -104,8 +104,8 @@ class Tiles:
         return jax.lax.scan(lambda state, tile: (step(state, (tile[0], tile[1])), None), state, self.starts)[0]
 
     def columns(self, tile: Any) -> tuple[Any, Any]:
-        """Entries of a tile `[block]`, and whether each is the tile's own; None where all are."""
-        columns = jax.lax.iota(jnp.int32, self.block) + tile[0]
+        """Entries of a tile `[1, 1, block]`, and whether each is the tile's own; None where all are."""
+        columns = jax.lax.iota(jnp.int32, self.block)[None, None] + tile[0]
         return columns, None if self.size % self.block == 0 else columns >= tile[1]
 
     def matrix(self, head: Head, tile: Any) -> Any:

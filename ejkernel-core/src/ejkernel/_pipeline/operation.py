@@ -26,10 +26,12 @@ from ejkernel.call.partition import unify_manual_axes
 from ejkernel.call.policy import PlatformChoice, Policy, policy_for_call
 from ejkernel.call.records import Bound
 from ejkernel.call.request import Request
+from ejkernel.call.traced import split_traced, with_traced
 from ejkernel.configs.portable import demanded_platform
 from ejkernel.configs.spaces import as_setting
 from ejkernel.errors import wrong_type
 from ejkernel.targets import Target, resolve_target
+from ejkernel.utils.tracing import refuse_traced
 
 
 class Operation(Contract):
@@ -48,7 +50,8 @@ class Operation(Contract):
 
         Args:
             arrays: keyword arguments of `canonicalise` that hold arrays (any pytree; None where absent).
-            options: its other keyword arguments; `static_options` makes them hashable.
+            options: its other keyword arguments; `static_options` makes them hashable. Those of `traceable` may be traced, and
+                `canonicalise` then gets them so.
             platform: None or "auto", one platform, or several in order of preference.
             cfg: config override for the chosen implementation: its dataclass, a mapping of its fields, or a portable config of
                 `ejkernel.modules.operations.configs`, which may also demand a platform.
@@ -59,6 +62,8 @@ class Operation(Contract):
         """
         platform, cfg = _demands(platform, cfg)
         policy = policy_for_call(self.name, platform)
+        traced, options = split_traced(options, self.traceable)
+        arrays = {**arrays, **traced}
         for name, value in arrays.items():
             if isinstance(value, list):
                 raise wrong_type(name, "list", "an array")
@@ -108,7 +113,7 @@ class _Invocation:
     """Types of the options and of the config: 1 == True == 1.0, and what one of them is refused for must not depend on another."""
 
     def bind(self, arrays: Mapping[str, Any]) -> tuple[Bound, Request]:
-        bound = (self.form or self.operation.canonicalise)(**arrays, **dict(self.options))
+        bound = (self.form or self.operation.canonicalise)(**with_traced(arrays, dict(self.options)))
         return bound, Request(self.operation, bound.call, self.target, self.policy, self.config)
 
     def explain(self, arrays: Mapping[str, Any]) -> Explanation:
@@ -191,9 +196,7 @@ def static_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 def _static(name: str, value: Any) -> Any:
     if isinstance(value, type):  # a dtype
         return value
-    if isinstance(value, jax.core.Tracer):  # pyright: ignore[reportAttributeAccessIssue]
-        remedy = "mark it static in jax.jit, or choose between values with jax.lax.switch"
-        raise wrong_type(name, "a traced value", "a Python value known when the program is built", remedy=remedy)
+    refuse_traced(name, value)
     if isinstance(value, (list, tuple)):
         return tuple([_static(name, item) for item in cast("Sequence[Any]", value)])
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):

@@ -28,6 +28,7 @@ class Contract(abc.ABC):
         shardable: factors along which the operation may be split over devices without communication, except sums of
             gradients over factors that an input lacks. An axis of a factor may have different sizes in different arrays
             (query heads and key heads) as long as each divides by the number of shards.
+        traceable: options of `canonicalise` that may be traced: it computes with them instead of writing them into the call.
     """
 
     name: ClassVar[str]
@@ -37,6 +38,7 @@ class Contract(abc.ABC):
     differentiable: ClassVar[tuple[str, ...]]
     constants: ClassVar[tuple[str, ...]] = ()
     shardable: ClassVar[tuple[str, ...]] = ("b",)
+    traceable: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def canonicalise(self, *args: Any, **kwargs: Any) -> Bound:

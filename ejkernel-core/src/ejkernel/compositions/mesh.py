@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ejkernel._dispatch.explanation import capturing
 from ejkernel.call.partition import shard_map
+from ejkernel.call.traced import split_traced, with_traced
 from ejkernel.errors import invalid, wrong_type
 
 
@@ -26,7 +27,7 @@ class _Plan:
     out_specs: Any
 
     def local(self, arrays: Mapping[str, Any]) -> Any:
-        return self.function(**arrays, **{name: restored(value) for name, value in self.options})
+        return self.function(**with_traced(arrays, {name: restored(value) for name, value in self.options}))
 
 
 def over_mesh(
@@ -39,28 +40,32 @@ def over_mesh(
     in_specs: Any = None,
     out_specs: Any = None,
     dims: Any = None,
+    derived: Callable[[Mapping[str, Any], Mapping[str, PartitionSpec]], Mapping[str, PartitionSpec]] | None = None,
 ) -> Any:
     """`function(**arrays, **options)`, inside `jax.shard_map` when there is a mesh.
 
     Args:
         function: a function of the module level; it is part of the key under which the program is cached.
         arrays: its array arguments; None where absent.
-        options: its other arguments, hashable.
+        options: its other arguments, hashable or traced.
         positional: names of the array arguments in the order of `in_specs`; an entry that `arrays` lacks takes a spec too.
         mesh: a `jax.sharding.Mesh` or None.
         in_specs: one PartitionSpec or None (whole on every device) for each positional array.
         out_specs: a PartitionSpec, or a tuple of them for several results.
         dims: the axes of every positional array, as `"b t h d"`: b and h may be split, alike in all arrays; others may not.
             Without, any may.
+        derived: from all arrays and the specs of `positional` ones, specs of others; those it leaves out are whole.
     """
     if not is_sharded(mesh, in_specs, out_specs) or capturing():
         return function(**arrays, **options)
     specs = named_specs(arrays, positional, in_specs)
+    specs |= {} if derived is None else derived(arrays, specs)
     if dims is not None:
         _check_split(arrays, specs, mesh, dims)
+    traced, options = split_traced(options)
     options = {name: hashable(value) for name, value in options.items()}
     out_specs = tuple(out_specs) if isinstance(out_specs, list) else out_specs
-    return _run(_Plan(function, tuple(options.items()), mesh, tuple(specs.items()), out_specs), dict(arrays))
+    return _run(_Plan(function, tuple(options.items()), mesh, tuple(specs.items()), out_specs), {**arrays, **traced})
 
 
 def _check_split(arrays: Mapping[str, Any], specs: Mapping[str, PartitionSpec], mesh: Any, dims: Mapping[str, str]) -> None:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from ejkernel._dispatch.explanation import capturing
 from ejkernel._pipeline.operation import static_options
+from ejkernel.call.traced import split_traced, with_traced
 from ejkernel.compositions import mesh as _mesh
 from ejkernel.errors import invalid
 from ejkernel.operations.flash_attention import bind
@@ -38,6 +39,7 @@ class Plan:
     operation: Invokable
     form: Callable[..., Any] | None
     options: tuple[tuple[str, Any], ...]
+    traced: tuple[str, ...]
     settings: tuple[tuple[str, Any], ...]
     mesh: Any
     specs: tuple[tuple[str, PartitionSpec], ...]
@@ -46,7 +48,9 @@ class Plan:
 
     def invoke(self, arrays: Mapping[str, Any]) -> Any:
         settings = {name: _mesh.restored(value) for name, value in self.settings}
-        return self.operation.invoke(arrays, dict(self.options), form=self.form, **settings)
+        given = with_traced(arrays, dict(self.options))
+        options = {name: given.pop(name) for name in {**dict(self.options), **dict.fromkeys(self.traced)}}
+        return self.operation.invoke(given, options, form=self.form, **settings)
 
 
 def invoke(
@@ -80,10 +84,12 @@ def invoke(
     specs = _mesh.named_specs(arrays, positional, in_specs, following=_FOLLOWING)
     split = Split.of(arrays, specs, mesh)
     _check_lengths(split, sequence_axes)
+    traced, static = split_traced(options)
     plan = Plan(
         operation=operation,
         form=form,
-        options=static_options(options),
+        options=static_options(static),
+        traced=tuple(traced),
         settings=tuple((name, _mesh.hashable(value)) for name, value in settings.items()),
         mesh=mesh,
         specs=tuple(specs.items()),
@@ -91,7 +97,7 @@ def invoke(
         split=split,
     )
     operation.check_values(arrays)
-    return _run(plan, dict(arrays))
+    return _run(plan, {**arrays, **traced})
 
 
 @functools.partial(jax.jit, static_argnums=0)

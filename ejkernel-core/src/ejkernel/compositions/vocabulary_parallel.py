@@ -37,7 +37,7 @@ def counted(rows: tuple[int, ...], weights: Any, attention_mask: Any) -> tuple[A
             raise invalid(name, f"shape {tuple(array.shape)}", f"{rows}, one for each token")
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
             raise wrong_type(name, f"dtype {array.dtype}", "real numbers or bool")
-        kept = kept & (array != 0)
+        kept = kept & array.astype(bool)
     if weights is None:
         return kept, kept.astype(jnp.float32)
     return kept, jnp.where(kept, jax.lax.stop_gradient(weights).astype(jnp.float32), 0)

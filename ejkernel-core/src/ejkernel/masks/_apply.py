@@ -219,7 +219,7 @@ def _window_width(value: Any) -> int:
 def _span(end: Any, length: int, size: int) -> Any:
     """Indices `[B, length]` of the span that ends at `end`, moved inside `[0, size)`."""
     start = jnp.clip(end - length, 0, size - length)
-    return start[:, None] + jnp.arange(length, dtype=jnp.int32)
+    return start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
 
 
 def apply_token_type_ids(info: Mask, token_type_ids: Any, *, combine: Combine, zero_policy: ZeroPolicy) -> Mask:

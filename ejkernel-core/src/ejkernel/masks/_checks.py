@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.errors import invalid, wrong_type
+from ejkernel.utils import checks
+from ejkernel.utils.tracing import STATIC_REMEDY
 
 Window = tuple[int | None, int | None]
 
@@ -108,12 +109,9 @@ def window(value: Any) -> Window | None:
 
 def integer(name: str, value: Any, least: int | None = None) -> int:
     """A Python int, refused if it is a bool, an array or below `least`."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, jax.Array):
-        raise wrong_type(name, repr(value), "an int")
-    number = operator.index(value)
-    if least is not None and number < least:
-        raise invalid(name, number, f"at least {least}")
-    return number
+    function = {"window": "apply_sliding_window", "chunk_size": "apply_chunked"}.get(name)
+    remedy = f"MaskInfo.{function} takes traced values" if function else STATIC_REMEDY
+    return checks.integer(name, value, least, remedy=remedy)
 
 
 def agree(what: str, sizes: Sequence[tuple[str, int | None, bool]]) -> None:

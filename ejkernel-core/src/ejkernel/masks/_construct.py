@@ -131,8 +131,8 @@ def from_random(
     keys = q_len if kv_len is None else kv_len
     chosen = jax.random.key(seed) if key is None else key
     seen = jax.random.uniform(chosen, (batch_size, 1, q_len, keys)) >= sparsity
-    diagonal = jnp.arange(keys) == (jnp.arange(q_len) * keys // max(q_len, 1))[:, None]
-    return cls(dense=seen | diagonal, **fields)
+    diagonal = jnp.arange(keys)[None] == (jnp.arange(q_len) * keys // max(q_len, 1))[:, None]
+    return cls(dense=seen | diagonal[None, None], **fields)
 
 
 def dynamic_init(cls: Callable[..., Mask], mask_info: Any, input_ids: Any, inputs_embeds: Any, attention_mask: Any) -> Mask:

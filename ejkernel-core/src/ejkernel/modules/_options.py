@@ -29,7 +29,7 @@ class ShardingOptions(DispatchOptions, total=False):
 class _VisibilityOptions(TypedDict, total=False):
     mask_info: MaskInfo | None
     sliding_window: t.Window | None
-    chunk_size: t.Count | None
+    chunk_size: t.TracedCount | None
 
 
 class _AttentionOptions(_VisibilityOptions, total=False):
@@ -45,7 +45,7 @@ class _AttentionOptions(_VisibilityOptions, total=False):
 class FlashAttentionOptions(_AttentionOptions, ShardingOptions, total=False):
     """Of `flash_attention`."""
 
-    softmax_scale: t.Number | None
+    softmax_scale: t.Scalar | None
     causal: t.Flag
 
 
@@ -54,8 +54,8 @@ class DotProductOptions(ShardingOptions, total=False):
 
     mask: t.DotProductMask | None
     mask_info: MaskInfo | None
-    scale: t.Number | None
-    softmax_scale: t.Number | None
+    scale: t.Scalar | None
+    softmax_scale: t.Scalar | None
     is_causal: t.Flag
     causal: t.Flag
     query_seq_lengths: t.Lengths | None
@@ -78,7 +78,7 @@ class RingOptions(_VisibilityOptions, ShardingOptions, total=False):
 
     causal: t.Flag
     logits_soft_cap: t.Number | None
-    softmax_scale: t.Number | None
+    softmax_scale: t.Scalar | None
     axis_name: t.AxisNames | None
     fused_backward: t.Flag
     layout: t.SequenceLayout
@@ -86,12 +86,12 @@ class RingOptions(_VisibilityOptions, ShardingOptions, total=False):
 
 
 class _PagedOptions(TypedDict, total=False):
-    softmax_scale: t.Number | None
+    softmax_scale: t.Scalar | None
     sliding_window: t.Window | None
-    chunk_size: t.Count | None
+    chunk_size: t.TracedCount | None
     logits_soft_cap: t.Number | None
-    k_scale: t.CacheScale | None
-    v_scale: t.CacheScale | None
+    k_scale: t.StoredScale | None
+    v_scale: t.StoredScale | None
     layout: t.CacheLayout
 
 
@@ -113,8 +113,8 @@ class PrefillOptions(_PagedOptions, DispatchOptions, total=False):
 class PageAttentionOptions(PrefillOptions, total=False):
     """Of `page_attention`."""
 
-    attn_scale: t.Number | None
-    scale: t.Number | None
+    attn_scale: t.Scalar | None
+    scale: t.Scalar | None
     alibi_slopes: t.Slopes | None
     block_size: t.Count | None
     max_context_len: t.Count | None
@@ -127,7 +127,7 @@ class PageAttentionOptions(PrefillOptions, total=False):
 class LatentServingOptions(DispatchOptions, total=False):
     """Of `multi_latent_ragged_page_attention`."""
 
-    softmax_scale: t.Number | None
+    softmax_scale: t.Scalar | None
     sliding_window: t.Window | None
     logits_soft_cap: t.Number | None
     mask_value: t.Number | None
@@ -139,7 +139,7 @@ class LatentServingOptions(DispatchOptions, total=False):
 class RecurrenceOptions(DispatchOptions, total=False):
     """Of `rwkv6`."""
 
-    softmax_scale: t.Number | None
+    softmax_scale: t.Scalar | None
     reverse: t.Flag
 
 
@@ -150,13 +150,13 @@ class ShardedRecurrenceOptions(RecurrenceOptions, ShardingOptions, total=False):
 class LightningOptions(ShardedRecurrenceOptions, total=False):
     """Of `lightning_attention`."""
 
-    layer_idx: Required[int | np.integer]
+    layer_idx: Required[t.TracedCount]
     num_layers: Required[int | np.integer]
     slopes: t.LayerSlopes
 
 
 class _DeltaOptions(ShardingOptions, total=False):
-    softmax_scale: t.Number | None
+    softmax_scale: t.Scalar | None
     use_qk_l2norm: t.Flag
     use_chunked: t.Flag
     chunk_size: t.Count | None

@@ -16,6 +16,7 @@ from ejkernel.operations.common.pages import check_starts, known_values
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.paged_attention import forms as _paged
 from ejkernel.operations.paged_attention.by_table import rows_over_pages
+from ejkernel.utils.tracing import has_traced, is_traced
 
 _UNSAID = ("dense", "query_segments", "key_segments", "query_positions", "key_positions", "window", "chunk_size", "prefix")
 
@@ -105,15 +106,18 @@ def _split_rows(given: dict[str, Any], specs: Mapping[str, Any]) -> tuple[dict[s
     return given, [ordered.get(public.get(name, name)) for name in given]
 
 
-def _window(sliding_window: Any, causal: bool, one_token: bool) -> tuple[bool, int | None]:
+def _window(sliding_window: Any, causal: bool, one_token: bool) -> tuple[bool, Any]:
     """Causality, and how many of the last keys a query sees: a window of paged attention ends at the query."""
     sides = sliding_window if isinstance(sliding_window, (tuple, list)) else (sliding_window, sliding_window)
     if len(sides) != 2:
         raise invalid("sliding_window", sliding_window, "an int or (left, right)")
-    left, right = (None if side is None else bind.as_count("sliding_window", side, 0) for side in sides)
-    width = None if left is None else left + 1
-    if causal or one_token or right == 0:
-        return causal or (right == 0 and not one_token), width
+    left, right = (side if side is None or is_traced(side) else bind.as_count("sliding_window", side, 0) for side in sides)
+    width = _paged.window_of((left, right))
+    if causal or one_token:
+        return causal, width
+    if not is_traced(right) and right == 0:
+        return True, width
     if left is None and right is None:
         return causal, None
-    raise invalid("sliding_window", sliding_window, "(left, 0) with block_tables, or causal=True")
+    got = "a traced value" if has_traced(sliding_window) else sliding_window
+    raise invalid("sliding_window", got, "(left, 0) with block_tables, or causal=True")

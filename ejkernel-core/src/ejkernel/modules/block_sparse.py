@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
+from ejkernel.call.traced import split_traced
 from ejkernel.compositions import sharded as _sharded
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import MaskInfo
@@ -41,10 +42,10 @@ def blocksparse_attention(
     mask_info: MaskInfo | None = None,
     qkv_layouts: BlockSparseLayout | tuple[BlockSparseLayout] | list[BlockSparseLayout] | None = None,
     sliding_window: t.Window | None = None,
-    chunk_size: t.Count | None = None,
+    chunk_size: t.TracedCount | None = None,
     causal: t.Flag | None = None,
     logits_soft_cap: t.Number | None = None,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     fused_backward: t.Flag = False,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
@@ -101,16 +102,17 @@ def blocksparse_attention(
     queries, keys = query.shape[2], key.shape[2]
     predicate, tile_map = as_predicate_or_map(mask_builder, None, None)
     if tile_map is not None and qkv_layouts is None:
+        traced, held = split_traced({"sliding_window": sliding_window, "chunk_size": chunk_size})
         qkv_layouts = block_sparse_layout(
             queries,
             keys,
             mask_info=mask_info,
             mask_builder=tile_map,
             causal=causal is not False,
-            sliding_window=sliding_window,
-            chunk_size=chunk_size,
+            **held,
         )
-        mask_builder = mask_info = sliding_window = chunk_size = causal = None
+        sliding_window, chunk_size = traced.get("sliding_window"), traced.get("chunk_size")
+        mask_builder = mask_info = causal = None
     structure = {"sliding_window": sliding_window, "chunk_size": chunk_size}
     if qkv_layouts is None:
         options = {"causal": causal is not False, "mask_builder": predicate, **structure}

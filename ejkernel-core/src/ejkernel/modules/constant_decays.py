@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -17,6 +17,7 @@ from ejkernel.modules._class_api import class_form
 from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import LightningOptions, ShardedRecurrenceOptions
 from ejkernel.operations.linear_recurrence.forms import dims_of, recurrence
+from ejkernel.utils.tracing import is_traced, refuse_traced, traced_count
 
 
 @overload
@@ -67,10 +68,10 @@ def lightning_attention(
     *,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    layer_idx: int | np.integer,
+    layer_idx: t.TracedCount,
     num_layers: int | np.integer,
     slopes: t.LayerSlopes = "linear",
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     reverse: t.Flag = False,
     return_state: t.Flag = False,
     platform: t.Platforms = None,
@@ -95,7 +96,7 @@ def lightning_attention(
         value: `[B,T,K,V]`.
         initial_state: `[B,H,D,V]`, or `[n,H,D,V]` with cu_seqlens; None = zeros.
         cu_seqlens: cumulative lengths of packed sequences, integers `[n + 1]`, B = 1; as for `recurrent_attention`.
-        layer_idx: index of the layer, from 0 to num_layers - 1.
+        layer_idx: index of the layer, from 0 to num_layers - 1; may be traced, as in a `jax.lax.scan` over layers.
         num_layers: how many layers the model has.
         slopes: "linear", "minimax" or "bailing". Other decays: `recurrent_attention` with `g_gamma = -s`.
         softmax_scale: factor of the output; None = `1 / sqrt(D)`. MiniMax's models have none: pass 1.
@@ -119,16 +120,20 @@ def lightning_attention(
     Source: Qin et al., Lightning Attention-2: A Free Lunch for Handling Unlimited Sequence Lengths in Large Language Models, 2024;
         MiniMax-01: Scaling Foundation Models with Lightning Attention, 2025.
     """
-    for name, number in (("layer_idx", layer_idx), ("num_layers", num_layers)):
+    layer: Any = layer_idx
+    for name, number in (("layer_idx", 0 if is_traced(layer) else layer), ("num_layers", num_layers)):
+        refuse_traced(name, number)
         if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
             raise wrong_type(name, repr(number), "an int")
     if num_layers < 1:
         raise invalid("num_layers", num_layers, "a value >= 1")
-    if not 0 <= layer_idx < num_layers:
+    if is_traced(layer):
+        layer = jnp.minimum(traced_count("layer_idx", layer, 0), num_layers - 1).astype(jnp.float32)
+    elif not 0 <= layer < num_layers:
         raise invalid("layer_idx", layer_idx, f"a value from 0 to num_layers - 1 = {num_layers - 1}")
     if slopes not in ("linear", "minimax", "bailing"):
         raise invalid("slopes", repr(slopes), "'linear', 'minimax' or 'bailing'", remedy=_OWN_DECAYS)
-    gamma = -_layer_slopes(slopes, _heads(query), int(layer_idx), int(num_layers))
+    gamma = -_layer_slopes(slopes, _heads(query), layer, int(num_layers))
     options = {"scale": softmax_scale, "reverse": reverse, "return_state": return_state, "platform": platform, "cfg": cfg}
     return _with_constant_decay(gamma, (query, key, value, initial_state, cu_seqlens), options, mesh, in_specs, out_specs)
 
@@ -182,7 +187,7 @@ def retention(
     *,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     reverse: t.Flag = False,
     return_state: t.Flag = False,
     platform: t.Platforms = None,
@@ -229,12 +234,14 @@ def retention(
 _OWN_DECAYS = "recurrent_attention takes any decays as g_gamma"
 
 
-def _layer_slopes(kind: str, heads: int, layer: int, layers: int) -> np.ndarray:
-    """s `[H]`: minus the log decay of each head."""
+def _layer_slopes(kind: str, heads: int, layer: Any, layers: int) -> Any:
+    """s `[H]`: minus the log decay of each head. `layer` is an int, or a float32 scalar that is traced."""
     if kind == "linear":
-        return (8 / max(heads, 1)) * (1 - layer / layers) * np.arange(heads)
-    depth = (layer - (kind == "bailing")) / (layers - 1) if layers > 1 else 0.0
-    return _alibi_slopes(heads) * (1 - depth + 1e-5)
+        of_heads, of_layer = (8 / max(heads, 1)) * np.arange(heads), 1 - layer / layers
+    else:
+        depth = (layer - int(kind == "bailing")) / (layers - 1) if layers > 1 else 0.0
+        of_heads, of_layer = _alibi_slopes(heads), 1 - depth + 1e-5
+    return of_heads.astype(getattr(of_layer, "dtype", of_heads.dtype)) * of_layer
 
 
 def _alibi_slopes(heads: int) -> np.ndarray:
@@ -256,7 +263,7 @@ def _with_constant_decay(
     gamma: Any, given: Sequence[Any], options: Mapping[str, Any], mesh: Any, in_specs: Any, out_specs: Any
 ) -> Any:
     names = ("query", "key", "value", "initial_state", "cu_seqlens")
-    arrays = {**dict(zip(names, given, strict=True)), "g_gamma": jax.numpy.asarray(gamma, jax.numpy.float32)}
+    arrays = {**dict(zip(names, given, strict=True)), "g_gamma": jnp.asarray(gamma, jnp.float32)}
     if isinstance(in_specs, (tuple, list)) and not isinstance(in_specs, PartitionSpec) and 0 < len(in_specs) <= len(names):
         heads = (*(in_specs[0] or ()), None, None, None)[2]
         in_specs = (*in_specs, *[None] * (len(names) - len(in_specs)), PartitionSpec(heads))
@@ -277,10 +284,10 @@ def lightning_attn(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
-    layer_idx: int | np.integer,
+    layer_idx: t.TracedCount,
     num_layers: int | np.integer,
     *,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     initial_state: t.MatrixState | None = None,
     reverse: t.Flag = False,
     cu_seqlens: t.CumulativeLengths | None = None,

@@ -69,7 +69,7 @@ def gated_delta_product(
     decay: t.PerHead | None = None,
     initial_state: t.MatrixState | None = None,
     num_householder: int | np.integer,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     use_qk_l2norm: t.Flag = True,
     use_chunked: t.Flag = True,
     return_state: t.Flag = False,

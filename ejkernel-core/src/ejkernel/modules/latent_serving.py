@@ -34,7 +34,7 @@ def multi_latent_ragged_page_attention(
     query_start_loc: t.QueryStarts,
     distribution: t.Distribution,
     *,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     sliding_window: t.Window | None = None,
     logits_soft_cap: t.Number | None = None,
     mask_value: t.Number | None = None,

@@ -10,6 +10,7 @@ import numpy as np
 
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
+from ejkernel.call.arrays import statistics_dtype
 from ejkernel.compositions import mesh as _mesh
 from ejkernel.compositions.axes import Axes, as_axes, axis_size
 from ejkernel.compositions.vocabulary_parallel import (
@@ -35,6 +36,7 @@ from ejkernel.operations.kl_divergence.interface import OPERATION as _KL_DIVERGE
 from ejkernel.operations.linear_cross_entropy.interface import OPERATION as _LINEAR_CROSS_ENTROPY
 from ejkernel.utils.checks import check_array, check_compute, check_shape, finite_number
 from ejkernel.utils.dtypes import common_dtype
+from ejkernel.utils.tracing import is_traced, traced_number, without_gradient
 
 _KL_ARRAYS = (
     "student_logits",
@@ -71,8 +73,8 @@ def fused_cross_entropy(
     attention_mask: t.TokenWeights | None = None,
     class_weights: t.HeadBias | None = None,
     ignore_index: int | np.integer = -100,
-    label_smoothing: t.Number = 0.0,
-    z_loss: t.Number = 0.0,
+    label_smoothing: t.Scalar = 0.0,
+    z_loss: t.Scalar = 0.0,
     reduction: t.Reduction = "mean",
     chunk_size: t.Count = 0,
     vocab_parallel_axis: t.AxisNames | None = None,
@@ -106,8 +108,8 @@ def fused_cross_entropy(
         class_weights: `[V]`, factor on each entry's part of a loss, but of the z-loss; constants under differentiation. With
             labels, "mean" divides by the sum of the weights times those of the labels. Split as the vocabulary is.
         ignore_index: label of tokens that do not count; not with soft targets.
-        label_smoothing: s in [0, 1].
-        z_loss: weight of the square of lse, >= 0.
+        label_smoothing: s in [0, 1]; may be traced, and then has a gradient.
+        z_loss: weight of the square of lse, >= 0; may be traced, and then has a gradient.
         reduction: "none", "sum" (of weighted losses) or "mean" (by the sum of weights; 0 where no token counts).
         chunk_size: hint: the tokens that a platform may take at a time, 0 for its own choice; it does not change the result.
         vocab_parallel_axis: mesh axis, or axes, over which the vocabulary of logits, or of head and bias, is split. With `mesh`
@@ -141,13 +143,13 @@ def fused_cross_entropy(
     _check_sources(arrays)
     check_reduction(reduction)
     transpose_head = as_flag("transpose_head", transpose_head)
-    smoothing = finite_number("label_smoothing", label_smoothing, at_least=0)
-    if smoothing > 1:
+    smoothing = _weight("label_smoothing", label_smoothing)
+    if not is_traced(smoothing) and smoothing > 1:
         raise invalid("label_smoothing", smoothing, "a value in [0, 1]")
     as_count("chunk_size", chunk_size, 0)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, np.integer)):
         raise wrong_type("ignore_index", repr(ignore_index), "an int")
-    _check_soft(arrays, int(ignore_index), logit_softcap, smoothing)
+    _check_soft(arrays, int(ignore_index), logit_softcap, is_traced(smoothing) or smoothing > 0)
     axes, row_axes = as_axes(vocab_parallel_axis), ()
     specs = specs_of(arrays, _ARRAYS, mesh, in_specs, out_specs)
     result_specs: Any = out_specs
@@ -161,7 +163,7 @@ def fused_cross_entropy(
         "logit_softcap": logit_softcap,
         "ignore_index": int(ignore_index),
         "smoothing": smoothing,
-        "z_loss": finite_number("z_loss", z_loss, at_least=0),
+        "z_loss": _weight("z_loss", z_loss),
         "reduction": reduction,
         "axes": axes,
         "row_axes": row_axes,
@@ -196,8 +198,8 @@ def _cross_entropy(
     transpose_head: bool,
     logit_softcap: Any,
     ignore_index: int,
-    smoothing: float,
-    z_loss: float,
+    smoothing: Any,
+    z_loss: Any,
     reduction: str,
     axes: Axes,
     row_axes: Axes,
@@ -205,6 +207,11 @@ def _cross_entropy(
 ) -> CrossEntropyOutput:
     """On one device."""
     x = logits if hidden is None else hidden
+    smoothed = is_traced(smoothing) or smoothing > 0
+    smoothing, z_loss = (
+        traced_number(name, number, statistics_dtype(jnp.dtype(x.dtype).name)) if is_traced(number) else number
+        for name, number in (("label_smoothing", smoothing), ("z_loss", z_loss))
+    )
     head = None if hidden is None else lm_head_weight
     held = x.shape[-1] if head is None else head.shape[0 if transpose_head else 1]
     size = held * (axis_size(axes) if axes else 1)
@@ -227,6 +234,7 @@ def _cross_entropy(
     precision = settings.pop("precision")
     options = {"transpose_head": transpose_head, "logit_softcap": logit_softcap, "precision": precision}
     plain = not soft and class_weights is None and not axes and reduction != "none"
+    plain = plain and not is_traced(smoothing) and not is_traced(z_loss)
     if plain and head is not None and forms_gradients_early(x, settings["platform"]):
         weight_sum = summed(jnp.where(kept, scale, 0), row_axes)
         arrays["weights"] = scale if reduction == "sum" else scale / jnp.where(weight_sum == 0, 1, weight_sum)
@@ -236,7 +244,7 @@ def _cross_entropy(
         if row_axes:
             total, penalty = jax.lax.psum((total, penalty), row_axes)
         return CrossEntropyOutput(total, jax.lax.stop_gradient(penalty), weight_sum)
-    options["sum_logits"] = smoothing > 0 and class_weights is None
+    options["sum_logits"] = smoothed and class_weights is None
     with argument_names(x="logits" if hidden is None else "hidden"):
         loss, lse, total = _CROSS_ENTROPY.invoke(arrays, options, **settings)
     if axes:
@@ -255,7 +263,7 @@ def _cross_entropy(
         importance = jnp.where(here, class_weights[jnp.where(here, labels, 0)], 0)
         importance = jax.lax.psum(importance, axes) if axes else importance
         loss = importance * loss
-    if smoothing:
+    if smoothed:
         mass, mean = (size, total) if class_weights is None else entries.mean_under(class_weights, kept, axes)
         loss = (1 - smoothing) * loss + smoothing * (mass * lse - mean) / size
     scale = jnp.where(kept, scale, 0)
@@ -298,12 +306,17 @@ def _check_sources(arrays: dict[str, Any]) -> None:
             raise invalid(name, "an array", "None beside logits", remedy="pass hidden= for hidden states")
 
 
-def _check_soft(arrays: dict[str, Any], ignore_index: int, soft_cap: Any, smoothing: float) -> None:
+def _weight(name: str, value: Any) -> Any:
+    """A number of at least 0, or a traced one, whose value nobody can check."""
+    return value if is_traced(value) else finite_number(name, value, at_least=0)
+
+
+def _check_soft(arrays: dict[str, Any], ignore_index: int, soft_cap: Any, smoothed: bool) -> None:
     """What soft targets and class weights exclude."""
     soft = jnp.issubdtype(arrays["targets"].dtype, jnp.floating)
     if soft and ignore_index != -100:
         raise invalid("ignore_index", ignore_index, "its default with soft targets", remedy="mask tokens with attention_mask=")
-    sums = soft or (arrays["class_weights"] is not None and smoothing > 0)
+    sums = soft or (arrays["class_weights"] is not None and smoothed)
     if sums and arrays["hidden"] is not None and soft_cap is not None:
         given = "soft targets" if soft else "class_weights with label_smoothing"
         raise invalid("logit_softcap", soft_cap, f"None beside hidden states and {given}", remedy="pass logits=")
@@ -350,7 +363,7 @@ def fused_kl_divergence(
     attention_mask: t.TokenWeights | None = None,
     reduction: t.Reduction = "mean",
     direction: t.Divergence = "forward",
-    temperature: t.Number = 1.0,
+    temperature: t.Scalar = 1.0,
     beta: t.Number | None = None,
     precision: t.PrecisionLike | None = None,
     platform: t.Platforms = None,
@@ -382,7 +395,8 @@ def fused_kl_divergence(
         attention_mask: `[...]`, bool or 0 and 1: which tokens count.
         reduction: "none", "sum" (of weighted losses) or "mean" (by the sum of weights; 0 where no token counts).
         direction: "forward", "reverse" or "jsd".
-        temperature: T > 0.
+        temperature: T > 0; may be traced: logits are then divided by it in float32, hidden states in their own dtype. It has no
+            gradient, and differentiating by it is refused.
         beta: weight of the teacher in the mixture, in [0, 1]; for "jsd" alone, None means 0.5. By convention 0 is "forward" and
             1 is "reverse": the limits of the divergence divided by beta and by 1 - beta, where its own limit is 0.
         precision: of the products with the heads; None = full precision of the dtype.
@@ -468,6 +482,12 @@ def _kl_divergence(
 ) -> KLDivergenceOutput:
     """On one device. `whole_axes` have one device each."""
     student = student_logits if student_hidden is None else student_hidden
+    temperature: Any = options["temperature"]
+    if is_traced(temperature):
+        number = traced_number("temperature", temperature, statistics_dtype(jnp.dtype(student.dtype).name))
+        options["temperature"] = temperature = without_gradient("temperature", number)
+    else:
+        temperature = finite_number("temperature", temperature)
     kept, scale = counted(tuple(student.shape[:-1]), weights, attention_mask)
     arrays = {
         "student": student,
@@ -480,7 +500,7 @@ def _kl_divergence(
     teacher_name = "teacher_logits" if teacher_hidden is None else "teacher_hidden"
     with argument_names(student=student_name, teacher=teacher_name):
         loss = _KL_DIVERGENCE.invoke(arrays, options, platform=platform, cfg=cfg)
-    loss = loss * scale * float(options["temperature"]) ** 2
+    loss = loss * scale * temperature**2
     loss = jax.lax.psum(loss, whole_axes) if whole_axes else loss
     weight_sum = summed(scale, row_axes)
     return KLDivergenceOutput(reduced(loss, weight_sum, reduction, row_axes), weight_sum)

@@ -17,7 +17,7 @@ def softmax(
     axis: t.Axis | None = -1,
     where: t.Where | None = None,
     *,
-    scale: t.Number = 1.0,
+    scale: t.Scalar = 1.0,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
 ) -> t.RowsOutput:
@@ -30,7 +30,7 @@ def softmax(
         x: float32, bfloat16 or float16; any length.
         axis: the axis or axes over which the result sums to 1; None = all of them.
         where: bool, broadcastable to x; None means everywhere.
-        scale: factor on x, for example 1 / temperature.
+        scale: factor on x, for example 1 / temperature; may be traced, and then has a gradient.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, Unpack, overload
 
 from ejkernel import typing as t
@@ -77,13 +78,13 @@ def unified_attention(
     alibi_slopes: t.Slopes | None = None,
     qq_bias: t.TreeBias | None = None,
     softmax_aux: t.Sinks | None = None,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     causal: t.Flag = True,
     sliding_window: t.Window | None = None,
-    chunk_size: t.Count | None = None,
+    chunk_size: t.TracedCount | None = None,
     logits_soft_cap: t.Number | None = None,
-    k_scale: t.CacheScale | None = None,
-    v_scale: t.CacheScale | None = None,
+    k_scale: t.StoredScale | None = None,
+    v_scale: t.StoredScale | None = None,
     layout: t.CacheLayout = "pthd",
     precision: t.PrecisionLike | None = None,
     return_lse: t.Flag = False,
@@ -117,7 +118,8 @@ def unified_attention(
         chunk_size: only keys of the token's own chunk of so many positions are visible (Llama 4); a multiple of page_size, causal,
             without qq_bias.
         logits_soft_cap: c > 0 turns scaled products into `c * tanh(product / c)`.
-        k_scale: factor of the stored keys, a number, a scalar array or `[K]`; None is 1.
+        k_scale: factor of the stored keys: a number, a scalar array, `[K]`, or in every layout `[pages, page_size, K]`, one for
+            each stored row, which `paged_cache_update` may have written; None is 1.
         v_scale: the same for values.
         layout: of the caches: "pthd" as above, "phtd" for `[pages, K, page_size, D]`, "hptd" for `[K, pages, page_size, D]`.
         precision: of the matrix products; None for the full precision of the dtype.
@@ -165,6 +167,7 @@ def unified_attention(
         cfg=cfg,
     )
     specs: dict[str, Any] = {"positional": tuple(arrays)[:9], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs["derived"] = functools.partial(_paged.scale_specs, layout)
     with argument_names(query="queries", key_pages="key_cache", value_pages="value_cache"):
         return over_mesh(_paged.attend, arrays, options, **specs)
 
@@ -179,12 +182,12 @@ def ragged_page_attention_v2(
     num_seqs: t.RequestCount,
     *,
     softmax_aux: t.Sinks | None = None,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     logits_soft_cap: t.Number | None = None,
     sliding_window: t.Window | None = None,
-    chunk_size: t.Count | None = None,
-    k_scale: t.CacheScale | None = None,
-    v_scale: t.CacheScale | None = None,
+    chunk_size: t.TracedCount | None = None,
+    k_scale: t.StoredScale | None = None,
+    v_scale: t.StoredScale | None = None,
     compute_dtype: t.DTypeLike | None = None,
     optimized: bool = False,
     mask_value: t.Number | None = None,
@@ -252,6 +255,7 @@ def ragged_page_attention_v2(
         cfg=cfg,
     )
     specs: dict[str, Any] = {"positional": tuple(arrays)[:7], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs["derived"] = functools.partial(_paged.scale_specs, INTERLEAVED)
     with argument_names(query="queries", key_pages="kv_pages", kv_lens="context_lens"):
         return over_mesh(_paged.attend, arrays, options, **specs)
 

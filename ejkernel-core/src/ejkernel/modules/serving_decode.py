@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +16,9 @@ from ejkernel.modules._class_api import class_form
 from ejkernel.operations.common.pages import check_lengths
 from ejkernel.operations.flash_attention.bind import as_count
 from ejkernel.operations.paged_attention import forms as _paged
+from ejkernel.operations.paged_attention.first_keys import traced_limits
 from ejkernel.utils.checks import check_array, check_shape
+from ejkernel.utils.tracing import refuse_traced
 
 
 @public()
@@ -26,14 +29,14 @@ def decode_attention(
     req_to_tokens: t.BlockTables,
     seq_lens: t.ContextLengths,
     *,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     page_size: t.Count = 1,
     sliding_window: t.Window | None = None,
-    chunk_size: t.Count | None = None,
+    chunk_size: t.TracedCount | None = None,
     logits_soft_cap: t.Number | None = None,
     softmax_aux: t.Sinks | None = None,
-    k_scale: t.CacheScale | None = None,
-    v_scale: t.CacheScale | None = None,
+    k_scale: t.StoredScale | None = None,
+    v_scale: t.StoredScale | None = None,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
     mesh: t.Mesh | None = None,
@@ -96,6 +99,7 @@ def decode_attention(
         cfg=cfg,
     )
     specs: dict[str, Any] = {"positional": tuple(arrays)[:5], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs["derived"] = functools.partial(_paged.scale_specs, "pthd")
     names = {"kv_lens": "seq_lens", "block_tables": "req_to_tokens"}
     with argument_names(key_pages="key_buffer", value_pages="value_buffer", **names):
         return over_mesh(_paged.attend, arrays, options, **specs)
@@ -110,10 +114,12 @@ def ragged_decode_attention(
     sequence_end: t.Lengths,
     *,
     softmax_aux: t.Sinks | None = None,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     sliding_window: t.WindowPair | None = None,
-    chunk_size: t.Count | None = None,
+    chunk_size: t.TracedCount | None = None,
     logits_soft_cap: t.Number | None = None,
+    k_scale: t.StoredScale | None = None,
+    v_scale: t.StoredScale | None = None,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
     mesh: t.Mesh | None = None,
@@ -134,6 +140,8 @@ def ragged_decode_attention(
             2 w + 1 keys.
         chunk_size: only the keys of the query's own chunk of so many, counted from sequence_start, are visible.
         logits_soft_cap: c > 0.
+        k_scale: factor of stored keys: a number, a scalar array, `[K]`, or `[B, S, K]` for each stored row; None is 1.
+        v_scale: the same for values.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
         mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split.
@@ -151,6 +159,7 @@ def ragged_decode_attention(
     Source: Dao et al., Flash-Decoding for long-context inference, 2023.
     """
     if sliding_window is not None and not isinstance(sliding_window, (tuple, list)):
+        refuse_traced("sliding_window", sliding_window, "a pair (left, right)")
         width = as_count("sliding_window", sliding_window, 1)
         remedy = f"({width - 1}, 0) for the last {width} keys"
         raise wrong_type("sliding_window", width, "a pair (left, right)", remedy=remedy)
@@ -164,6 +173,8 @@ def ragged_decode_attention(
         "sequence_start": sequence_start,
         "sequence_end": sequence_end,
         "softmax_aux": softmax_aux,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
     }
     options = _paged.settings(
         softmax_scale=softmax_scale,
@@ -174,25 +185,50 @@ def ragged_decode_attention(
         platform=platform,
         cfg=cfg,
     )
-    specs: dict[str, Any] = {"positional": tuple(arrays), "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs: dict[str, Any] = {"positional": tuple(arrays)[:6], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs["derived"] = functools.partial(_paged.scale_specs, "pthd")
     with argument_names(key_pages="key", value_pages="value"):
         return over_mesh(_paged.attend, arrays, options, **specs)
 
 
-def _flat_buffer(*, key_pages: Any, value_pages: Any, page_size: int = 1, **rest: Any) -> Bound:
+def _flat_buffer(
+    *, key_pages: Any, value_pages: Any, page_size: int = 1, k_scale: Any = None, v_scale: Any = None, **rest: Any
+) -> Bound:
     def paged(name: str, buffer: Any) -> Any:
         check_array(name, buffer, ndim=3, floating=False)
         if buffer.shape[0] % page_size:
             raise invalid("page_size", page_size, f"a divisor of the {buffer.shape[0]} tokens of {name}")
         return buffer.reshape(buffer.shape[0] // page_size, page_size, *buffer.shape[1:])
 
+    def scale(name: str, given: Any) -> Any:
+        if len(getattr(given, "shape", ())) != 2:
+            return given
+        check_shape(name, given, (key_pages.shape[0], given.shape[1]), "[tokens, K]")
+        return given.reshape(-1, page_size, given.shape[1])
+
     return _paged.one_token_each(
-        key_pages=paged("key_buffer", key_pages), value_pages=paged("value_buffer", value_pages), **rest
+        key_pages=paged("key_buffer", key_pages),
+        value_pages=paged("value_buffer", value_pages),
+        k_scale=scale("k_scale", k_scale),
+        v_scale=scale("v_scale", v_scale),
+        **rest,
     )
 
 
-def _dense_cache(*, query: Any, key: Any, value: Any, sequence_start: Any, sequence_end: Any, **rest: Any) -> Bound:
-    """Every token of the cache is a page of its own, so that a sequence may start anywhere."""
+def _dense_cache(
+    *,
+    query: Any,
+    key: Any,
+    value: Any,
+    sequence_start: Any,
+    sequence_end: Any,
+    sliding_window: Any = None,
+    chunk_size: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    **rest: Any,
+) -> Bound:
+    """Every token of the cache is a page of its own, so that a sequence may start anywhere: also where a traced window does."""
     one_axis_more = getattr(query, "ndim", 0) == 4
     if one_axis_more and query.shape[1] != 1:
         raise invalid("query", f"{query.shape[1]} tokens per sequence", "[B, H, D] or [B, 1, H, D]")
@@ -211,13 +247,33 @@ def _dense_cache(*, query: Any, key: Any, value: Any, sequence_start: Any, seque
         check_shape(name, array, query.shape[:1], "[B]")
     batch, length = key.shape[:2]
     start, end = (jnp.clip(jnp.asarray(x, jnp.int32), 0, length) for x in (sequence_start, sequence_end))
+    window, chunk = traced_limits(sliding_window, chunk_size, causal=True)
+    first = start
+    if window is not None or chunk is not None:
+        if chunk_size is not None:
+            chunk = as_count("chunk_size", chunk_size, 1) if chunk is None else chunk
+            first = start + jnp.maximum(end - 1 - start, 0) // chunk * chunk
+        if window is not None:
+            first, sliding_window = jnp.maximum(first, end - window), None
+        chunk_size = None
+
+    def scale(name: str, given: Any) -> Any:
+        if len(getattr(given, "shape", ())) != 3:
+            return given
+        check_shape(name, given, (batch, length, given.shape[2]), "[B, S, K]")
+        return given.reshape(batch * length, 1, given.shape[2])
+
     tokens = jnp.arange(length, dtype=jnp.int32)
     bound = _paged.one_token_each(
         query=query,
         key_pages=key.reshape(batch * length, 1, *key.shape[2:]),
         value_pages=value.reshape(batch * length, 1, *value.shape[2:]),
-        kv_lens=jnp.maximum(end - start, 0),
-        block_tables=jnp.arange(batch, dtype=jnp.int32)[:, None] * length + start[:, None] + tokens[None],
+        kv_lens=jnp.maximum(end - first, 0),
+        block_tables=jnp.arange(batch, dtype=jnp.int32)[:, None] * length + first[:, None] + tokens[None],
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        k_scale=scale("k_scale", k_scale),
+        v_scale=scale("v_scale", v_scale),
         **rest,
     )
     finish = (lambda outputs: bound.finish(outputs)[:, None]) if one_axis_more else bound.finish

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, overload
 
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
@@ -11,7 +12,46 @@ from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.paged_attention import forms as _paged
 from ejkernel.operations.paged_cache_update.interface import OPERATION as _PAGED_CACHE_UPDATE
+from ejkernel.operations.paged_cache_update.token_scales import update_with_token_scales
 from ejkernel.utils.checks import check_array
+
+
+@overload
+def paged_cache_update(
+    keys: t.NewKeys,
+    values: t.NewValues,
+    key_cache: t.KeyPages,
+    value_cache: t.ValuePages,
+    kv_lens: t.ContextLengths,
+    block_tables: t.BlockTables,
+    query_start_loc: t.QueryStarts,
+    *,
+    k_scale: t.CacheScale | None = None,
+    v_scale: t.CacheScale | None = None,
+    layout: t.CacheLayout = "pthd",
+    k_scale_cache: None = None,
+    v_scale_cache: None = None,
+    platform: t.Platforms = None,
+) -> tuple[t.NewKeyPages, t.NewValuePages]: ...
+
+
+@overload
+def paged_cache_update(
+    keys: t.NewKeys,
+    values: t.NewValues,
+    key_cache: t.KeyPages,
+    value_cache: t.ValuePages,
+    kv_lens: t.ContextLengths,
+    block_tables: t.BlockTables,
+    query_start_loc: t.QueryStarts,
+    *,
+    k_scale: None = None,
+    v_scale: None = None,
+    layout: t.CacheLayout = "pthd",
+    k_scale_cache: t.ScalePages,
+    v_scale_cache: t.ScalePages,
+    platform: t.Platforms = None,
+) -> tuple[t.NewKeyPages, t.NewValuePages, t.NewScalePages, t.NewScalePages]: ...
 
 
 @public()
@@ -27,8 +67,10 @@ def paged_cache_update(
     k_scale: t.CacheScale | None = None,
     v_scale: t.CacheScale | None = None,
     layout: t.CacheLayout = "pthd",
+    k_scale_cache: t.ScalePages | None = None,
+    v_scale_cache: t.ScalePages | None = None,
     platform: t.Platforms = None,
-) -> tuple[t.NewKeyPages, t.NewValuePages]:
+) -> tuple[t.NewKeyPages, t.NewValuePages] | tuple[t.NewKeyPages, t.NewValuePages, t.NewScalePages, t.NewScalePages]:
     """Store the new tokens of every request: token t of a request with q new ones at position `kv_len - q + t` of its pages.
 
     Under `jax.jit` with the caches donated (`donate_argnums`), the pages are written in place.
@@ -45,11 +87,16 @@ def paged_cache_update(
         k_scale: keys are divided by it before they are stored, a number, a scalar array or `[K]`; None is 1. Values beyond the
             range of int8 or float8 become its ends.
         v_scale: the same for values.
+        k_scale_cache: float `[pages, page_size, K]` in every layout, beside int8 or float8 caches and in place of the scales: each
+            new row of a key head is stored divided by its own scale, its largest magnitude over the largest number of the cache's
+            dtype, and the scale is stored here. Attention reads it as its `k_scale`.
+        v_scale_cache: the same for values; both or neither.
         layout: of the caches: "pthd" as above, "phtd" for `[pages, K, page_size, D]`, "hptd" for `[K, pages, page_size, D]`.
         platform: None or "auto", one platform, or several in order of preference.
 
     Returns:
-        The caches. Gradients reach keys, values, scales and what was not overwritten, unless pages are int8 or float8.
+        The caches; after them those of scales, where they are given. Gradients reach keys, values, scales and what was not
+        overwritten, unless pages are int8 or float8.
 
     Raises:
         ValueError: shapes or values that do not fit.
@@ -59,18 +106,30 @@ def paged_cache_update(
     Source: Kwon et al., PagedAttention, 2023.
     """
     _paged.check_known("kv_lens", kv_lens, block_tables, key_cache, layout)
-    arrays = {
-        "key": keys,
-        "value": values,
-        "key_pages": key_cache,
-        "value_pages": value_cache,
-        "kv_lens": kv_lens,
-        "block_tables": block_tables,
-        "query_start_loc": query_start_loc,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
-    with argument_names(key="keys", value="values", key_pages="key_cache", value_pages="value_cache"):
+    described = {"kv_lens": kv_lens, "block_tables": block_tables, "query_start_loc": query_start_loc}
+    names = {"key": "keys", "value": "values", "key_pages": "key_cache", "value_pages": "value_cache"}
+    if k_scale_cache is not None or v_scale_cache is not None:
+        if k_scale_cache is None or v_scale_cache is None:
+            missing = "k_scale_cache" if k_scale_cache is None else "v_scale_cache"
+            raise invalid(missing, None, "an array, as the scales of keys and values are stored together")
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if scale is not None:
+                raise invalid(name, "a scale", f"None beside {name}_cache", remedy="each row has its own")
+        with argument_names(**names):
+            return update_with_token_scales(
+                key=keys,
+                value=values,
+                key_pages=key_cache,
+                value_pages=value_cache,
+                k_scale_cache=k_scale_cache,
+                v_scale_cache=v_scale_cache,
+                described=described,
+                layout=layout,
+                platform=platform,
+            )
+    pages = {"key_pages": key_cache, "value_pages": value_cache}
+    arrays = {"key": keys, "value": values, **pages, **described, "k_scale": k_scale, "v_scale": v_scale}
+    with argument_names(**names):
         return _PAGED_CACHE_UPDATE.invoke(arrays, {"layout": layout}, platform=platform)
 
 
@@ -87,10 +146,10 @@ def chunked_prefill_paged_decode(
     *,
     alibi_slopes: t.Slopes | None = None,
     softmax_aux: t.Sinks | None = None,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     causal: t.Flag = True,
     sliding_window: t.Window | None = None,
-    chunk_size: t.Count | None = None,
+    chunk_size: t.TracedCount | None = None,
     logits_soft_cap: t.Number | None = None,
     k_scale: t.CacheScale | None = None,
     v_scale: t.CacheScale | None = None,
@@ -157,6 +216,7 @@ def chunked_prefill_paged_decode(
         cfg=cfg,
     )
     specs: dict[str, Any] = {"positional": tuple(arrays)[:10], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs["derived"] = functools.partial(_paged.scale_specs, layout)
     with argument_names(query="queries", key="keys", value="values", key_pages="key_cache", value_pages="value_cache"):
         return over_mesh(_separate_caches, arrays, options, **specs)
 
@@ -173,10 +233,10 @@ def ragged_page_attention_v3(
     distribution: t.Distribution,
     *,
     softmax_aux: t.Sinks | None = None,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     logits_soft_cap: t.Number | None = None,
     sliding_window: t.Window | None = None,
-    chunk_size: t.Count | None = None,
+    chunk_size: t.TracedCount | None = None,
     k_scale: t.CacheScale | None = None,
     v_scale: t.CacheScale | None = None,
     q_scale: None = None,
@@ -250,6 +310,7 @@ def ragged_page_attention_v3(
         cfg=cfg,
     )
     specs: dict[str, Any] = {"positional": tuple(arrays)[:9], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    specs["derived"] = functools.partial(_paged.scale_specs, "packed")
     with argument_names(query="queries", key="keys", value="values", key_pages="kv_cache"):
         return over_mesh(_packed_cache, arrays, options, **specs)
 

@@ -29,6 +29,7 @@ from ejkernel.operations.native_sparse_attention.forms import block_means, block
 from ejkernel.operations.native_sparse_attention.interface import OPERATION as _SELECTED
 from ejkernel.utils.checks import check_array
 from ejkernel.utils.dtypes import accumulator
+from ejkernel.utils.tracing import is_traced
 
 _POSITIONAL = ("query", "key", "value", "g_cmp", "g_slc", "block_indices", "block_counts", "cu_seqlens", "g_swa")
 _WITH_LENGTHS = (*_POSITIONAL, "kv_lens")
@@ -49,7 +50,7 @@ def native_sparse_attention(
     block_size: t.Count = 64,
     window_size: t.Count = 0,
     g_swa: t.Gates | None = None,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     kv_lens: t.RowLengths | None = None,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
@@ -129,7 +130,7 @@ def native_sparse_attention(
         "count": _most_blocks(counts, key.shape[1], block_size) if block_indices is None else _static(counts),
         "block_size": block_size,
         "window_size": window_size,
-        "scale": bind.as_scale(softmax_scale, query.shape[3]),
+        "scale": softmax_scale if is_traced(softmax_scale) else bind.as_scale(softmax_scale, query.shape[3]),
         "platform": platform,
         "cfg": cfg,
     }
@@ -150,7 +151,7 @@ def native_spare_attention(
     block_indices: t.BlockIndices | None = None,
     block_counts: t.BlockCounts = 16,
     block_size: t.Count = 64,
-    scale: t.Number | None = None,
+    scale: t.Scalar | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
     window_size: t.Count = 0,
     g_swa: t.Gates | None = None,
@@ -195,7 +196,7 @@ def apply_native_sparse_attention(
     *,
     block_counts: t.BlockCounts | None = None,
     block_size: t.Count = 64,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
     return_lse: Literal[False] = False,
     **options: Unpack[DispatchOptions],
@@ -211,7 +212,7 @@ def apply_native_sparse_attention(
     *,
     block_counts: t.BlockCounts | None = None,
     block_size: t.Count = 64,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
     return_lse: Literal[True],
     **options: Unpack[DispatchOptions],
@@ -227,7 +228,7 @@ def apply_native_sparse_attention(
     *,
     block_counts: t.BlockCounts | None = None,
     block_size: t.Count = 64,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
     return_lse: t.Flag,
     **options: Unpack[DispatchOptions],
@@ -243,7 +244,7 @@ def apply_native_sparse_attention(
     *,
     block_counts: t.BlockCounts | None = None,
     block_size: t.Count = 64,
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
     return_lse: t.Flag = False,
     platform: t.Platforms = None,
@@ -298,7 +299,7 @@ def _branches(
     count: int | None,
     block_size: int,
     window_size: int,
-    scale: float,
+    scale: Any,
     platform: Any,
     cfg: Any,
 ) -> Any:
@@ -307,6 +308,7 @@ def _branches(
     computed, dtype = block_indices is None, query.dtype
     if not capturing():
         query, key, value = bind.in_one_dtype(query, key, value)
+        query, scale = bind.scaled(query, scale, query.shape[3])
     if kv_lens is not None:
         found = decode_branches(
             query=query,

@@ -19,6 +19,7 @@ from ejkernel.operations.sparse_latent_attention.forms import chosen_tokens
 from ejkernel.operations.sparse_latent_attention.interface import OPERATION as _SPARSE_LATENT
 from ejkernel.utils.checks import check_compute, check_shape
 from ejkernel.utils.dtypes import accumulator
+from ejkernel.utils.tracing import is_traced
 
 _POSITIONAL = ("query", "key_value", "w_kc", "w_vc", "query_index", "key_index", "index_weights", "b_q", "b_k")
 _WITH_LENGTHS = (*_POSITIONAL, "kv_lens")
@@ -37,8 +38,8 @@ def deepseek_attn(
     b_q: t.RotaryQueries | None = None,
     b_k: t.RotaryKeys | None = None,
     index_topk: t.Count = 2048,
-    softmax_scale: t.Number | None = None,
-    index_softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
+    index_softmax_scale: t.Scalar | None = None,
     causal: t.Flag = True,
     kv_lens: t.RowLengths | None = None,
     platform: t.Platforms = None,
@@ -102,14 +103,15 @@ def deepseek_attn(
         "kv_lens": kv_lens,
     }
     _check(arrays)
-    index_scale = bind.as_number(
-        "index_softmax_scale", query_index.shape[3] ** -0.5 if index_softmax_scale is None else index_softmax_scale
-    )
+    index_scale = query_index.shape[3] ** -0.5
+    if index_softmax_scale is not None and not is_traced(index_softmax_scale):  # a positive factor chooses the same tokens
+        index_scale = bind.as_number("index_softmax_scale", index_softmax_scale)
     if index_scale <= 0:
         raise invalid("index_softmax_scale", index_scale, "a value > 0")
+    size = w_kc.shape[2] + (0 if b_k is None else b_k.shape[2])
     options = {
         "count": min(bind.as_count("index_topk", index_topk, 1), key_value.shape[1]),
-        "scale": bind.as_scale(softmax_scale, w_kc.shape[2] + (0 if b_k is None else b_k.shape[2])),
+        "scale": softmax_scale if is_traced(softmax_scale) else bind.as_scale(softmax_scale, size),
         "index_scale": index_scale,
         "causal": bind.as_flag("causal", causal),
         "platform": platform,
@@ -133,14 +135,15 @@ def _attend(
     b_k: Any,
     kv_lens: Any,
     count: int,
-    scale: float,
+    scale: Any,
     index_scale: float,
     causal: bool,
     platform: Any,
     cfg: Any,
 ) -> Any:
     """The operation between two products, on checked arguments."""
-    options = {"value_size": key_value.shape[2], "softmax_scale": scale, "is_distinct": True}
+    size = w_kc.shape[2] + (0 if b_k is None else b_k.shape[2])
+    options = {"value_size": key_value.shape[2], "softmax_scale": bind.as_scale(None, size), "is_distinct": True}
     if capturing():
         # Nothing is computed while a call is explained, so that its arrays may be shapes alone.
         rope = 0 if b_k is None else b_k.shape[2]
@@ -154,6 +157,7 @@ def _attend(
     if kv_lens is not None and query.shape[1] == 1:
         key_value, b_k, tokens = _read(key_value, b_k, tokens)
     latent_query, latents = _absorbed(query, key_value, w_kc, b_q, b_k)
+    latent_query, options["softmax_scale"] = bind.scaled(latent_query, scale, size)
     arrays = {"query": latent_query, "key_value": latents, "token_indices": tokens}
     out = _SPARSE_LATENT.invoke(arrays, options, platform=platform, cfg=cfg)
     return _per_key_head("btkgr,rkv->btkgv", out, w_vc)
@@ -198,6 +202,8 @@ def _check(arrays: dict[str, Any]) -> None:
     batch, length, heads, size = query.shape
     rank, key_heads, nope = arrays["w_kc"].shape
     index_heads, index_size = arrays["query_index"].shape[2:]
+    if index_size == 0:
+        raise invalid("query_index", "0 channels", "at least one")
     tokens, keys = length, "T"
     if (kv_lens := arrays["kv_lens"]) is not None:
         tokens, keys = arrays["key_value"].shape[1], "S"

@@ -30,7 +30,7 @@ def mlstm(
     initial_state: t.MatrixMemory | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
     forget_activation: t.ForgetActivation = "sigmoid",
-    softmax_scale: t.Number | None = None,
+    softmax_scale: t.Scalar | None = None,
     epsilon: t.Number = 1e-6,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,

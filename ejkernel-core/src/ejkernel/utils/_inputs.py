@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.errors import invalid, suggestion
-from ejkernel.masks._checks import integer
+from ejkernel.utils.checks import integer
 
 _METHODS = ("cauchy", "exponential", "gumbel", "laplace", "logistic", "normal", "uniform")
 _calls = itertools.count()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ejkernel.errors import invalid, wrong_type
+from ejkernel.utils.tracing import STATIC_REMEDY, refuse_traced
 
 
 def check_array(name: str, value: Any, *, ndim: int | None = None, floating: bool = True) -> None:
@@ -36,6 +39,7 @@ def check_shape(name: str, value: Any, expected: tuple[int, ...], meaning: str) 
 
 def normalise_axis(axis: int, ndim: int) -> int:
     """A non-negative axis of an array of rank `ndim`."""
+    refuse_traced("axis", axis)
     if not isinstance(axis, int) or isinstance(axis, bool):
         raise wrong_type("axis", repr(axis), "an int")
     if not -ndim <= axis < ndim:
@@ -60,8 +64,20 @@ def check_compute(name: str, value: Any, *, ndim: int | None = None) -> None:
         raise wrong_type(name, f"dtype {value.dtype}", "float32, bfloat16 or float16", remedy="convert it and apply its scale")
 
 
+def integer(name: str, value: Any, least: int | None = None, *, remedy: str = STATIC_REMEDY) -> int:
+    """A Python int, refused if it is a bool, an array (`remedy` is for a traced one) or below `least`."""
+    refuse_traced(name, value, "an int known when the program is built", remedy=remedy)
+    if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, jax.Array):
+        raise wrong_type(name, repr(value), "an int")
+    number = operator.index(value)
+    if least is not None and number < least:
+        raise invalid(name, number, f"at least {least}")
+    return number
+
+
 def finite_number(name: str, value: Any, *, at_least: float | None = None) -> float:
     """A Python float that is finite and not below `at_least`."""
+    refuse_traced(name, value, "a number known when the program is built")
     if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
         raise wrong_type(name, repr(value), "a number")
     number = float(value)

@@ -1,4 +1,4 @@
-"""Dtypes of results and of sums, whatever `jax_numpy_dtype_promotion` says about implicit promotion."""
+"""Dtypes of results, products and sums, whatever `jax_numpy_dtype_promotion` says about implicit promotion."""
 
 from __future__ import annotations
 
@@ -18,3 +18,13 @@ def common_dtype(*dtypes: Any) -> Any:
 def accumulator(dtype: Any) -> Any:
     """The accumulator dtype of this dtype: float32, or float64 for float64."""
     return common_dtype(dtype, jnp.float32)
+
+
+def multiplied(array: Any, factor: Any) -> Any:
+    """`array * factor` in the factor's dtype, rounded to the array's own. What is not finite stays as it is.
+
+    That has no part in the factor's gradient either, so that places which nobody reads may hold NaN.
+    """
+    finite = jnp.isfinite(array)
+    product = jnp.where(finite, array, 0).astype(factor.dtype) * factor
+    return jnp.where(finite, product.astype(array.dtype), array)

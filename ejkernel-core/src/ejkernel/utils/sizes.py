@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ejkernel.masks._checks import integer
+from ejkernel.utils.checks import integer
 
 
 def cdiv(a: Any, b: Any) -> Any:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.delta_rule.tiles import first_token, inverse_length, load_state, sequence_of, squares_of, store_state
+from ejkernel_triton.linear_recurrence.repair import is_finite, row_at
 from ejkernel_triton.linear_recurrence.tiles import MIN_LOG
 
 
@@ -35,6 +36,7 @@ def recurrent_kernel(
     p_initial,
     p_bounds,
     p_first,
+    p_found,
     length,
     sequences,
     p_out,
@@ -45,8 +47,10 @@ def recurrent_kernel(
     INITIAL: tl.constexpr,
     FINAL: tl.constexpr,
     DEPTH: tl.constexpr,
+    REPAIR: tl.constexpr,
 ):
-    """INITIAL, FINAL: whether there are states before sequences, and whether those after them are wanted."""
+    """INITIAL, FINAL: whether there are states before sequences, and whether those after them are wanted. REPAIR: p_found has the
+    outputs, which p_out aliases, and only sequences whose last one is not finite are walked, see `linear_recurrence.repair`."""
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
     members = sequences + 1 if R.packed else sequences
     i_block = tl.program_id(0) % BLOCKS
@@ -57,7 +61,12 @@ def recurrent_kernel(
     o_column = i_column + tl.arange(0, BLOCK_V)
     begin, end, _ = sequence_of(p_bounds, p_first, i_batch, i_sequence, length, sequences, R)
     i_member = i_batch.to(tl.int64) * length
-    if i_sequence < sequences:
+    wanted = True
+    if REPAIR:
+        i_last = i_member + first_token(begin, end, tl.maximum(end - begin - 1, 0), R)
+        p_row, m_row = row_at(p_found, i_last, i_head, i_column, R.heads, R.channels, BLOCK_V, R)
+        wanted = not is_finite(p_row, m_row & (end > begin) & (i_sequence < sequences))
+    if wanted & (i_sequence < sequences):
         i_state = i_batch * sequences + i_sequence
         b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
         if INITIAL:
@@ -95,7 +104,7 @@ def recurrent_kernel(
             tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=o_column < R.channels)
         if FINAL:
             store_state(p_final, b_state, i_state, i_head, 0, i_column, R, BLOCK_K, BLOCK_V)
-    else:
+    if (not REPAIR) & (i_sequence >= sequences):
         for i_step in range(end - begin):
             i_token = i_member + first_token(begin, end, i_step, R)
             p_row = p_out + (i_token * R.heads + i_head) * R.channels + o_column

@@ -3,7 +3,8 @@
 In forward one kernel loops over the chunks of a segment with the state in registers. If a segment is not a whole sequence, the
 states before segments are computed first: each segment starts from zero, and a scan combines them. Backward computes both the
 states and their gradients this way, then runs three recurrences; it stores states between segments only. With decays per channel
-another kernel computes the scores of all chunks, and queries and keys decayed to the chunk boundaries.
+another kernel computes the scores of all chunks, and queries and keys decayed to the chunk boundaries. In forward `repair` looks
+for outputs that are not finite.
 """
 
 from __future__ import annotations
@@ -33,9 +34,12 @@ from ejkernel_triton.linear_recurrence.params import (
     query_gradient_params,
     value_gradient_params,
 )
+from ejkernel_triton.linear_recurrence.repair import repair_kernel
 from ejkernel_triton.linear_recurrence.states import scan_states_kernel, segment_states_kernel, sums_kernel
 
 _SUMMED_HEADS = 16
+_REPAIR_BLOCK = 32
+"""Channels of value that a program of `repair` holds."""
 _SCAN_BLOCK = 1024
 """State elements of one program of the scan."""
 
@@ -236,6 +240,29 @@ class _Problem:
             **self.tiles(params, cut, self.config),
         )
 
+    def repair(self, out: Any, cut: _Segments, before: Any) -> Any:
+        """The outputs, of which those before the first value that is not finite may be wrong."""
+        inputs, params = self.inputs, self.params
+        block = min(_REPAIR_BLOCK, dot_block(params.channels))
+        given = (
+            *(inputs.query, inputs.key, inputs.value),
+            *(inputs.query if x is None else x for x in (inputs.g, inputs.g_gamma)),
+            *(self.logs, inputs.query if before is None else before, out),
+        )
+        return call_kernel(
+            repair_kernel,
+            (*given, *self.numbers(cut)),
+            ((out.shape, out.dtype),),
+            grid=self.batch * cut.number * self.heads * -(-params.channels // block),
+            num_warps=4,
+            input_output_aliases={len(given) - 1: 0},
+            R=params,
+            SEGMENT=cut.size,
+            BLOCK_K=dot_block(params.width),
+            BLOCK_V=block,
+            BEFORE=before is not None,
+        )[0]
+
 
 class _Logs(NamedTuple):
     """For the gradients of decays. own: the array whose gradient is computed; partner: own . out of the first gradient; after,
@@ -297,7 +324,8 @@ def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: 
     last = fused and call.return_state
     arrays = prepared.read, prepared.update, inputs.value
     found = problem.read(params, arrays, cut, prepared, before=before, dtype=call.value.dtype, last=last)
-    return LinearRecurrenceOutputs(found[0], (found[1] if fused else final) if call.return_state else None)
+    out = found[0] if length == 1 else problem.repair(found[0], cut, before)
+    return LinearRecurrenceOutputs(out, (found[1] if fused else final) if call.return_state else None)
 
 
 def _segment_of(config: Config) -> int:

@@ -513,7 +513,7 @@ def _without_keys(call: PagedAttentionCall, inputs: PagedAttentionInputs) -> Pag
         return PagedAttentionOutputs(out)
     lse = jnp.full((batch, tokens, heads), -jnp.inf, jnp.float32)
     if inputs.sinks is not None:
-        row, starts = jnp.arange(tokens)[:, None], inputs.query_start_loc[:, None]
+        row, starts = jnp.arange(tokens)[None, :, None], inputs.query_start_loc[:, None]
         owned = jnp.any((row >= starts[..., :-1]) & (row < starts[..., 1:]), axis=-1)[..., None]
         sinks = jax.nn.logsumexp(inputs.sinks.astype(jnp.float32), axis=-1)[:, None]
         lse = jnp.where(owned, sinks, lse)

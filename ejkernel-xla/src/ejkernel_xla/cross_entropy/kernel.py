@@ -143,7 +143,7 @@ def _gradients(
         logits, slope = capped(call.soft_cap, tiles.logits(clean, head, tile))
         columns, own = tiles.columns(tile)
         kept = valid[..., None] if own is None else valid[..., None] & own
-        wanted = columns[None, None] == targets[..., None]
+        wanted = columns == targets[..., None]
         return logits_gradient(logits, slope, lse[..., None], wanted, kept, d_loss, d_lse, d_sum)
 
     if head.matrix is None:

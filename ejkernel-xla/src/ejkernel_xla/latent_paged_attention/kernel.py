@@ -77,6 +77,7 @@ def _paged_inputs(call: LatentPagedAttentionCall, inputs: LatentPagedAttentionIn
         block_tables=inputs.block_tables,
         key_scale=inputs.key_scale,
         value_scale=inputs.value_scale,
+        first_keys=inputs.first_keys,
     )
 
 
@@ -86,7 +87,7 @@ def _paged_call(call: LatentPagedAttentionCall) -> PagedAttentionCall:
     pages = ArraySpec((*shape, 1, channels), call.pages.dtype)
     specs: dict[str, Any] = {"query": ArraySpec((batch, tokens, heads, channels), call.query_nope.dtype)}
     specs |= {"key_pages": pages, "value_pages": pages}
-    shared = ("query_start_loc", "kv_lens", "block_tables", "key_scale", "value_scale")
+    shared = ("query_start_loc", "kv_lens", "block_tables", "key_scale", "value_scale", "first_keys")
     flags = ("scale", "window", "soft_cap", "precision", "return_lse", "save_residuals")
     return PagedAttentionCall(**specs, **{name: getattr(call, name) for name in (*shared, *flags)})
 

@@ -4,6 +4,7 @@ values in their pages in that order, so results are deterministic."""
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -18,13 +19,15 @@ from ejkernel_xla.paged_attention.tiles import Attention, Block, Sizes, Tiles, s
 
 
 class _Sums(NamedTuple):
-    """Gradients that grow over tiles: key `[p,s,k,d]`, value `[p,s,k,e]`, key_scale and value_scale `[k]`, alibi_slopes `[k,g]`,
-    qq_bias; None where there is nothing to add to."""
+    """Gradients that grow over tiles: key `[p,s,k,d]`, value `[p,s,k,e]`, key_scale and value_scale `[k]`, key_token_scale and
+    value_token_scale `[p,s,k]`, alibi_slopes `[k,g]`, qq_bias; None where there is nothing to add to."""
 
     key: Any
     value: Any
     key_scale: Any
     value_scale: Any
+    key_token_scale: Any
+    value_token_scale: Any
     alibi_slopes: Any
     qq_bias: Any
 
@@ -56,7 +59,18 @@ def backward(
     return PagedAttentionInputs(**{**dict.fromkeys(PagedAttentionInputs._fields), **found})
 
 
-_MOVING = ("query", "key_pages", "value_pages", "sinks", "alibi_slopes", "qq_bias", "key_scale", "value_scale")
+_MOVING = (
+    "query",
+    "key_pages",
+    "value_pages",
+    "sinks",
+    "alibi_slopes",
+    "qq_bias",
+    "key_scale",
+    "value_scale",
+    "key_token_scale",
+    "value_token_scale",
+)
 
 
 def _as_input(gradient: Any, array: Any) -> Any:
@@ -84,7 +98,7 @@ def _gradients(
     d_lse = jnp.zeros_like(lse) if d_lse is None else jnp.where(lse == -jnp.inf, 0, d_lse).astype(wide)
     mean = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1) - d_lse
     # Large factors amplify the rounding of `out` in a row's gradient sums; recompute the mean for them.
-    anew = member.key_scale is not None or member.alibi_slopes is not None
+    anew = any(factor is not None for factor in (member.key_scale, member.key_token_scale, member.alibi_slopes))
 
     def one(sums: _Sums, tile: Tiles) -> tuple[_Sums, Any]:
         arrays = (member.query, d_out, lse, -d_lse if anew else mean)
@@ -122,18 +136,20 @@ def _no_sums(attention: Attention) -> _Sums:
         zeros((*pages, call.value_size), stored),
         zeros((call.heads,), member.key_scale is not None),
         zeros((call.heads,), member.value_scale is not None),
+        zeros(pages, member.key_token_scale is not None),
+        zeros(pages, member.value_token_scale is not None),
         zeros((call.heads, attention.groups), member.alibi_slopes is not None),
         None if member.qq_bias is None else jnp.zeros(member.qq_bias.shape, wide),
     )
 
 
 def _weighed(attention: Attention, tile: Tiles, fixed: _Fixed, block: Block) -> tuple[Any, Any, Any, Any]:
-    """Scores, weights, products of d_out with the values, and value_scale as a factor on them."""
+    """Scores, weights, products of d_out with the values, and the values' scales as a factor on them."""
     scores = attention.scores(tile, fixed.query, block)
     lse = jnp.where(fixed.lse == -jnp.inf, 0, fixed.lse)[..., None]
     weights = jnp.exp(jnp.where(scores.visible, scores.logits, -jnp.inf) - lse)
     products = attention.dot("tkgqe,tkse->tkgqs", fixed.d_out.astype(attention.dtype), scores.value)
-    return scores, weights, products, 1 if attention.value_scale is None else attention.value_scale[None, :, None, None, None]
+    return scores, weights, products, _times(_of_heads(attention.value_scale), scores.value_factor, 1)
 
 
 def _average(attention: Attention, tile: Tiles, fixed: _Fixed, index: Any, mean: Any) -> Any:
@@ -150,21 +166,34 @@ def _accumulate(attention: Attention, tile: Tiles, fixed: _Fixed, index: Any, st
     d_raw = d_logits if scores.slope is None else d_logits * scores.slope
     d_raw = jnp.where(scores.visible, d_raw, 0)
     d_scaled = d_raw * call.scale
-    if attention.key_scale is not None:
-        d_scaled = d_scaled * attention.key_scale[None, :, None, None, None]
-    d_scaled = d_scaled.astype(dtype)
+    key_scale = _of_heads(attention.key_scale)
+    d_scaled = (d_scaled * _times(key_scale, scores.key_factor, 1)).astype(dtype)
     d_query = d_query + attention.dot("tkgqs,tksd->tkgqd", d_scaled, scores.key)
     d_key = attention.dot("tkgqs,tkgqd->skd", d_scaled, fixed.query.astype(dtype))
     d_value = attention.dot("tkgqs,tkgqe->ske", (weights * value_scale).astype(dtype), fixed.d_out.astype(dtype))
+    d_key_scale = jnp.where(scores.visible, d_raw * scores.raw, 0)
+    d_value_scale, value_head_scale = jnp.where(scores.visible, weights * products, 0), _of_heads(attention.value_scale)
     sums = _Sums(
         _add_to_pages(sums.key, block, d_key),
         _add_to_pages(sums.value, block, d_value),
-        _plus(sums.key_scale, lambda: call.scale * jnp.sum(jnp.where(scores.visible, d_raw * scores.raw, 0), (0, 2, 3, 4))),
-        _plus(sums.value_scale, lambda: jnp.sum(jnp.where(scores.visible, weights * products, 0), (0, 2, 3, 4))),
+        _plus(sums.key_scale, lambda: call.scale * jnp.sum(d_key_scale * _times(scores.key_factor, 1), (0, 2, 3, 4))),
+        _plus(sums.value_scale, lambda: jnp.sum(d_value_scale * _times(scores.value_factor, 1), (0, 2, 3, 4))),
+        _add_to_pages(sums.key_token_scale, block, call.scale * jnp.sum(d_key_scale * _times(key_scale, 1), (0, 2, 3)).T),
+        _add_to_pages(sums.value_token_scale, block, jnp.sum(d_value_scale * _times(value_head_scale, 1), (0, 2, 3)).T),
         _plus(sums.alibi_slopes, lambda: jnp.sum(d_logits * attention.distance(tile, block), (0, 3, 4))),
         sums.qq_bias if sums.qq_bias is None else sums.qq_bias.at[scores.bias_at].add(jnp.sum(d_logits, (1, 2)), mode="drop"),
     )
     return sums, d_query
+
+
+def _of_heads(scale: Any) -> Any:
+    """`[k]` as a factor of `[t,k,g,q,s]`."""
+    return None if scale is None else scale[None, :, None, None, None]
+
+
+def _times(*factors: Any) -> Any:
+    """The product of those that are there."""
+    return functools.reduce(operator.mul, [factor for factor in factors if factor is not None])
 
 
 def _plus(total: Any, part: Any) -> Any:
@@ -172,7 +201,7 @@ def _plus(total: Any, part: Any) -> Any:
 
 
 def _add_to_pages(total: Any, block: Block, part: Any) -> Any:
-    """Add `[s,k,d]` at the keys of a block of one tile."""
+    """Add `[s,k,d]` or `[s,k]` at the keys of a block of one tile."""
     if total is None:
         return None
     page = jnp.where(block.exists[0], block.page[0], total.shape[0])
@@ -187,10 +216,14 @@ def _by_input(call: PagedAttentionCall, member: PagedAttentionInputs, sums: _Sum
         if scale is not None:
             total = getattr(sums, name)
             found[name] = jnp.sum(total, keepdims=True) if scale.shape == (1,) else total
+    for name, scale in (("key_token_scale", member.key_token_scale), ("value_token_scale", member.value_token_scale)):
+        if scale is not None:
+            total = getattr(sums, name)
+            found[name] = jnp.sum(total, axis=2, keepdims=True) if scale.shape[2] == 1 else total
     if sums.key is None:
         return found
     if call.layout in FUSED:
-        both = jnp.stack([sums.key, sums.value], axis=3).reshape(*sums.key.shape[:2], -1, sums.key.shape[3])
+        both = jnp.stack([sums.key, sums.value], axis=3).reshape(*sums.key.shape[:2], 2 * sums.key.shape[2], sums.key.shape[3])
         whole = jax.eval_shape(lambda pages: alternating(pages, call.layout), member.key_pages).shape
         room = [(0, size - part) for size, part in zip(whole, both.shape, strict=True)]
         return {**found, "key_pages": jnp.pad(both, room).reshape(member.key_pages.shape)}

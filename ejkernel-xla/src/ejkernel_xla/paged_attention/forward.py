@@ -90,7 +90,8 @@ def _online_softmax_update(attention: Attention, tiles: Tiles, query: Any, index
     maximum = jnp.maximum(state.maximum, jax.lax.stop_gradient(jnp.max(logits, axis=-1)))
     rescale, finite = _rescale(state.maximum, maximum)
     weights = jnp.exp(logits - finite[..., None])
-    rows = weights.astype(attention.dtype).reshape(*weights.shape[:2], -1, weights.shape[4])
+    rows = weights if scores.value_factor is None else weights * scores.value_factor
+    rows = rows.astype(attention.dtype).reshape(*weights.shape[:2], -1, weights.shape[4])
     values = attention.dot("tkms,tkse->tkme", rows, scores.value).reshape(state.values.shape)
     return _State(maximum, state.total * rescale + jnp.sum(weights, axis=-1), state.values * rescale[..., None] + values)
 

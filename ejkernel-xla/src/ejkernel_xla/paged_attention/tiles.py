@@ -81,6 +81,10 @@ def tile_list(call: PagedAttentionCall, sizes: Sizes, member: PagedAttentionInpu
         end = jnp.minimum(end, high + to_position)
     window = _UNBOUNDED if call.window is None else min(call.window, _UNBOUNDED)
     begin = jnp.maximum(low + to_position - window + 1, 0)
+    if member.first_keys is not None:
+        own = low[:, None] + jnp.arange(height, dtype=jnp.int32)[None]
+        first = member.first_keys[jnp.clip(own, 0, tokens - 1)]
+        begin = jnp.maximum(begin, jnp.min(jnp.where(own < high[:, None], first, _UNBOUNDED), axis=1, initial=_UNBOUNDED))
     end = jnp.where(high > low, end, begin)
     tiles = Tiles(request, jnp.clip(low, 0, tokens - height), low, high, to_position, to_local, begin, end)
 
@@ -108,7 +112,7 @@ class Block(NamedTuple):
 class Scores(NamedTuple):
     """key `[t,k,s,d]` and value `[t,k,s,e]` as stored and without NaN; raw `query . key`, logits, and slope, the derivative of
     the soft cap (None for 1), all `[t,k,g,q,s]`; visible `[t,1,1,q,s]`; bias_at, indices into qq_bias with those outside of it
-    beyond its end."""
+    beyond its end; key_factor and value_factor `[t,k,1,1,s]` of the stored rows (None for 1)."""
 
     key: Any
     value: Any
@@ -117,6 +121,8 @@ class Scores(NamedTuple):
     slope: Any
     visible: Any
     bias_at: Any
+    key_factor: Any
+    value_factor: Any
 
 
 class Attention:
@@ -182,6 +188,10 @@ class Attention:
         logits = raw * call.scale
         if self.key_scale is not None:
             logits = logits * self.key_scale[None, :, None, None, None]
+        key_factor, nan = self._factor(self.member.key_token_scale, block, nan)
+        value_factor, nan = self._factor(self.member.value_token_scale, block, nan)
+        if key_factor is not None:
+            logits = logits * key_factor
         if nan is not None:
             logits = jnp.where(visible, logits + nan, 0)
         slope = None
@@ -193,7 +203,16 @@ class Attention:
             logits = logits + slopes * self.distance(tiles, block)
         if bias is not None:
             logits = logits + bias
-        return Scores(key, value, raw, logits, slope, visible, bias_at)
+        return Scores(key, value, raw, logits, slope, visible, bias_at, key_factor, value_factor)
+
+    def _factor(self, scale: Any, block: Block, nan: Any) -> tuple[Any, Any]:
+        """The factor of each stored row `[t,k,1,1,s]`, and NaN where it or a row is not finite, for the queries that see it."""
+        if scale is None:
+            return None, nan
+        found = scale.at[block.page, block.offset].get(mode="promise_in_bounds").astype(self.wide)
+        found = jnp.swapaxes(jnp.broadcast_to(found, (*found.shape[:2], self.call.heads)), 1, 2)[:, :, None, None, :]
+        lost = found * jnp.zeros((), self.wide)
+        return jnp.where(jnp.isfinite(found), found, 0), lost if nan is None else nan + lost
 
     def distance(self, tiles: Tiles, block: Block) -> Any:
         """Position of the key less that of the query, `[t,1,1,q,s]`, never positive where causal."""
@@ -209,6 +228,8 @@ class Attention:
             visible &= keys <= position
         if call.window is not None:
             visible &= keys > position - min(call.window, _UNBOUNDED)
+        if self.member.first_keys is not None:
+            visible &= keys >= self.member.first_keys[row][:, :, None]
         if self.member.qq_bias is None:
             return visible[:, None, None], None, None
         bias = self.member.qq_bias

@@ -59,6 +59,10 @@ def _bits(array: Any) -> Any:
 
 
 def _take(call: PagedCacheUpdateCall, pages: Any, slots: tuple[Any, Any]) -> Any:
+    axis = 1 if call.layout == "hptd" else 0
+    if pages.shape[axis] == 0:  # JAX cannot gather from it, even where all that is read is outside
+        pages = jnp.zeros((*pages.shape[:axis], 1, *pages.shape[axis + 1 :]), pages.dtype)
+        slots = jnp.ones_like(slots[0]), slots[1]
     found = _rows(call, pages, slots).get(mode="fill", fill_value=0)
     return jnp.swapaxes(found, 0, 1) if call.layout == "hptd" else found
 

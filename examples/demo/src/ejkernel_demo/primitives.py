@@ -87,13 +87,13 @@ def plain_primitives() -> Primitives:
 
 
 def _plain_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + _EPSILON) * scale
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + _EPSILON) * scale[None, None]
 
 
 def _plain_rotate(x: jax.Array) -> jax.Array:
     half = x.shape[-1] // 2
     frequencies = _THETA ** (-jnp.arange(half) / half)
-    angles = jnp.arange(x.shape[1])[:, None, None] * frequencies
+    angles = jnp.arange(x.shape[1], dtype=frequencies.dtype)[None, :, None, None] * frequencies[None, None, None]
     first, second = x[..., :half], x[..., half:]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

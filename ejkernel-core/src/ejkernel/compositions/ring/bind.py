@@ -13,7 +13,7 @@ from ejkernel.compositions.ring.plan import LAYOUTS, ZIGZAG, positions_of
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.interface import OPERATION
-from ejkernel.operations.flash_attention.visibility import Visibility
+from ejkernel.operations.flash_attention.visibility import TracedLimits, Visibility
 
 
 def bound_shard(
@@ -43,12 +43,16 @@ def bound_shard(
         raise invalid("query", f"{queries} queries and {keys} keys on a device", "even numbers with layout='zigzag'")
     sizes = (batch, heads, queries, size * keys)
     mask = Visibility.of_mask_info(mask_info).mask
+    limits, *static = TracedLimits.taken_from(rest.get("sliding_window"), rest.get("chunk_size"))
+    rest |= dict(zip(("sliding_window", "chunk_size"), static, strict=True))
     info = None if mask_info is None else _local(mask_info, axes, size, layout, queries, keys)
     bound = OPERATION.canonicalise(query, key, value, mask_info=info, **rest)
-    inputs = bound.inputs._replace(
-        bias=None if bias is None else bind.as_bias(bias, sizes),
-        mask=None if mask is None else bind.as_score_shaped("mask_info", mask, sizes),
-    )
+    mask = None if mask is None else bind.as_score_shaped("mask_info", mask, sizes)
+    if limits.given:
+        query_positions, key_positions = _all_positions(mask_info, axes, size, layout, queries, keys)
+        limited = limits.mask(query_positions, key_positions)
+        mask = limited if mask is None else limited & mask
+    inputs = bound.inputs._replace(bias=None if bias is None else bind.as_bias(bias, sizes), mask=mask)
     return Bound(bound.call, inputs, bound.finish)
 
 
@@ -70,6 +74,18 @@ def _local(info: Any, axes: Any, size: int, layout: str, queries: int, keys: int
         key_lengths=None,
         sizes=(None, None, None),
     )
+
+
+def _all_positions(info: Any, axes: Any, size: int, layout: str, queries: int, keys: int) -> tuple[Any, Any]:
+    """Positions of this shard's queries `[B|1, T]` and of the keys of the whole ring `[B|1, size S]`, in the order of devices."""
+    query = None if info is None else info.query_positions
+    key = None if info is None else info.key_positions
+    query = positions_of(layout, jax.lax.axis_index(axes), size, queries)[None] if query is None else query
+    if key is None:
+        key = jnp.concatenate([positions_of(layout, device, size, keys) for device in range(size)])[None]
+    else:
+        key = jax.lax.all_gather(key, axes, axis=1, tiled=True)
+    return query + (0 if info is None else info.causal_offset), key
 
 
 def check_layout(layout: Any) -> None:

@@ -13,6 +13,7 @@ from ejkernel._dispatch.explanation import capturing
 from ejkernel._pipeline.operation import static_options
 from ejkernel.call.policy import Policy, policy_for_call
 from ejkernel.call.request import Request
+from ejkernel.call.traced import split_traced, with_traced
 from ejkernel.compositions.axes import Axes, axis_size
 from ejkernel.compositions.ring.bind import bound_shard
 from ejkernel.compositions.ring.plan import plan
@@ -44,7 +45,8 @@ class RingAttentionOver:
         policy = policy_for_call(OPERATION.name, platform)
         target = resolve_target(jax.tree.leaves(arrays), policy.target)
         config = None if cfg is None else as_setting("cfg", cfg)
-        return _invoke(_Invocation(self, size, static_options(options), policy, target, config), dict(arrays))
+        traced, options = split_traced(options, OPERATION.traceable)
+        return _invoke(_Invocation(self, size, static_options(options), policy, target, config), {**arrays, **traced})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,6 @@ class _Invocation:
 @functools.partial(jax.jit, static_argnums=0)
 def _invoke(invocation: _Invocation, arrays: dict[str, Any]) -> Any:
     axes, layout, size = invocation.ring.axes, invocation.ring.layout, invocation.size
-    bound = bound_shard(axes, size, layout, **arrays, **dict(invocation.options))
+    bound = bound_shard(axes, size, layout, **with_traced(arrays, dict(invocation.options)))
     request = Request(OPERATION, bound.call, invocation.target, invocation.policy, invocation.config)
     return bound.finish(run(Ring(request, axes, size, layout, plan(bound.call, size, layout)), bound.inputs))

@@ -112,6 +112,7 @@ class BlockSparseAttention(Operation):
     Outputs = BlockSparseAttentionOutputs
     differentiable = ("query", "key", "value", "bias", "sinks")
     shardable = ("b", "h")
+    traceable = FLASH_ATTENTION.traceable
 
     def canonicalise(
         self,

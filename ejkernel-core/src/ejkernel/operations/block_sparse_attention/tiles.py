@@ -60,8 +60,8 @@ def check_predicate(builder: Any) -> None:
 
 def mapped(lists: TileLists, tiles: int) -> Any:
     """The map bool `[b, n, tiles]` of the listed tiles."""
-    counted = jnp.arange(lists.key_tiles.shape[-1]) < lists.counts[..., None]
-    return (counted[..., None] & (lists.key_tiles[..., None] == jnp.arange(tiles))).any(-2)
+    counted = jnp.arange(lists.key_tiles.shape[-1])[None, None] < lists.counts[..., None]
+    return (counted[..., None] & (lists.key_tiles[..., None] == jnp.arange(tiles)[None, None, None])).any(-2)
 
 
 def tile_map(call: Any, inputs: Any, predicate: Predicate | None, q_block: int, k_block: int) -> tuple[Any, Any]:
@@ -79,7 +79,7 @@ def tile_map(call: Any, inputs: Any, predicate: Predicate | None, q_block: int, 
 def _blocks(length: int, block: int) -> Any:
     """Indices `[n, block]`; past the end the last one is repeated, which changes neither any nor all."""
     first = jnp.arange(-(-length // block), dtype=jnp.int32)[:, None] * block
-    return jnp.minimum(first + jnp.arange(block, dtype=jnp.int32), length - 1)
+    return jnp.minimum(first + jnp.arange(block, dtype=jnp.int32)[None], length - 1)
 
 
 def _positions(call: Any, inputs: Any) -> tuple[Any, Any]:

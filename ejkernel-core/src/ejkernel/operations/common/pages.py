@@ -115,6 +115,8 @@ def canonical_pages(name: str, pages: Any, layout: str) -> Any:
         jnp.issubdtype(pages.dtype, jnp.floating) and pages.dtype.itemsize > 1
     ):
         raise wrong_type(name, f"dtype {pages.dtype}", f"a floating type of two bytes or more, or {', '.join(_ONE_BYTE)}")
+    if PageShape.of((1, *pages.shape), layout).page_size == 0:
+        raise invalid(name, f"shape {tuple(pages.shape)}", f"pages of at least one token: {LAYOUTS[layout]}")
     odd = pages.shape[-1] % 2 if layout == "side_by_side" else layout in FUSED and np.prod(pages.shape[2:-1]) % 2
     if odd:
         raise invalid(name, f"shape {tuple(pages.shape)}", f"{LAYOUTS[layout]} in layout {layout!r}")
@@ -175,8 +177,21 @@ def canonical_page_scale(name: str, scale: Any, key_heads: int) -> Any:
         check_array(name, scale)
     array = jnp.asarray(scale, jnp.float32)
     if array.shape not in ((), (1,), (key_heads,)):
-        raise invalid(name, f"shape {tuple(array.shape)}", f"a scalar or [K] with K = {key_heads} key heads")
+        stored = "paged_cache_update(k_scale_cache=, v_scale_cache=) stores a scale with each row" if array.ndim == 3 else ""
+        got = f"shape {tuple(array.shape)}"
+        raise invalid(name, got, f"a scalar or [K] with K = {key_heads} key heads", remedy=stored)
     return array.reshape(1, -1)
+
+
+def canonical_scales(name: str, scale: Any, key_heads: int, pages: PageShape) -> tuple[Any, Any]:
+    """A factor of stored values, as `[1, 1 or K]`, or as `[1, pages, page_size, 1 or K]` if each stored row has one of its own."""
+    if len(getattr(scale, "shape", ())) != 3:
+        return canonical_page_scale(name, scale, key_heads), None
+    check_array(name, scale)
+    allowed = [(pages.pages, pages.page_size, heads) for heads in (key_heads, 1)]
+    if tuple(scale.shape) not in allowed:
+        raise invalid(name, f"shape {tuple(scale.shape)}", f"[pages, page_size, K] = {allowed[0]}, a scalar or [K]")
+    return None, jnp.asarray(scale, jnp.float32)[None]
 
 
 def check_starts(name: str, starts: Any, tokens: int, active: Any = None) -> None:

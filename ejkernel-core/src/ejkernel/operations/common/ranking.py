@@ -17,7 +17,8 @@ def largest(scores: Any, count: int) -> tuple[Any, Any]:
     if mesh_of(scores) is None:
         return jax.lax.top_k(scores, count)
     # XLA gathers the operand of top_k on one device, but splits a sort along its other axes.
-    places = jnp.zeros_like(scores, jnp.int32) + jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    places = jnp.arange(scores.shape[-1], dtype=jnp.int32).reshape(*[1] * (scores.ndim - 1), -1)
+    places = jnp.zeros_like(scores, jnp.int32) + places
     descending, places = jax.lax.sort((-scores, places), dimension=-1, num_keys=1, is_stable=True)
     return -descending[..., :count], places[..., :count]
 

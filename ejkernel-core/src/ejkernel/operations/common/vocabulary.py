@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ejkernel.call.arrays import ArraySpec
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.utils.checks import check_compute
+from ejkernel.utils.tracing import refuse_traced
 
 
 def check_rows(name: str, x: Any, head: Any, head_name: str, transpose_head: bool) -> int:
@@ -58,6 +59,7 @@ def count_rows(x: ArraySpec) -> int:
 
 
 def as_flag(name: str, value: Any) -> bool:
+    refuse_traced(name, value, "True or False, known when the program is built")
     if not isinstance(value, bool):
         raise wrong_type(name, repr(value), "a bool")
     return value

@@ -16,9 +16,10 @@ from ejkernel.call.random import cumulative, segments
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.common.packed import as_bounds, check_bounds, check_packed, check_segments
+from ejkernel.operations.common.scale import output_scale
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
-from ejkernel.utils.checks import check_compute, check_shape, finite_number
+from ejkernel.utils.checks import check_compute, check_shape
 
 NORM_EPSILON = 1e-6
 """Added to the squared length of query and key where they are normalised."""
@@ -122,6 +123,7 @@ class DeltaRule(Operation):
     Outputs = DeltaRuleOutputs
     differentiable = ("query", "key", "value", "beta", "decay", "a", "b", "initial_state")
     shardable = ("b", "h")
+    traceable = ("scale",)
 
     def canonicalise(
         self,
@@ -153,7 +155,7 @@ class DeltaRule(Operation):
             a, b: `[B,T,K,D]`.
             segments: integers `[B,T]` or `[1,T]`; below 0 is padding.
             cu_seqlens: integers `[n + 1]`, not decreasing, from 0 to at most T, with B = 1.
-            scale: None = `1 / sqrt(D)`.
+            scale: None = `1 / sqrt(D)`. Traced, it multiplies the output after the operation.
             use_qk_l2norm, chunked, reverse, return_state: as in `DeltaRuleCall`.
         """
         flags: Any = {"use_qk_l2norm": use_qk_l2norm, "chunked": chunked, "reverse": reverse, "return_state": return_state}
@@ -187,13 +189,14 @@ class DeltaRule(Operation):
             cu_seqlens=None if cu_seqlens is None else as_bounds(cu_seqlens),
         )
         specs: Any = {name: ArraySpec.of(array) for name, array in named(inputs)}
-        factor = max(width, 1) ** -0.5 if scale is None else finite_number("scale", scale)
+        factor, multiply = output_scale(scale, width, query.dtype)
         call = DeltaRuleCall(**specs, scale=factor, **flags)
 
         def finish(outputs: DeltaRuleOutputs) -> Any:
+            out = multiply(outputs.out)
             if not return_state:
-                return outputs.out
-            return outputs.out, outputs.final_state[:, 0] if cu_seqlens is None else outputs.final_state[0]
+                return out
+            return out, outputs.final_state[:, 0] if cu_seqlens is None else outputs.final_state[0]
 
         return Bound(call, inputs, finish)
 

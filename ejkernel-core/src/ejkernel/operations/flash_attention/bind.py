@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from ejkernel.errors import EjkernelWarning, invalid, wrong_type
 from ejkernel.operations.flash_attention import dropout
 from ejkernel.utils.checks import check_array
+from ejkernel.utils.dtypes import accumulator, multiplied
+from ejkernel.utils.tracing import is_traced, refuse_traced, traced_number
 from ejkernel.utils.warn_once import warn_once
 
 _LOGITS_DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -99,8 +100,7 @@ def as_sinks(array: Any, heads: int) -> Any:
 
 def as_number(name: str, value: Any) -> float:
     """A Python float of a number that is known when the program is built."""
-    if isinstance(value, Tracer):
-        raise wrong_type(name, "a traced value", "a number known when the program is built")
+    refuse_traced(name, value, "a number known when the program is built")
     if isinstance(value, (bool, str)) or value is None or getattr(value, "shape", ()) != ():
         raise wrong_type(name, repr(value), "a number")
     try:
@@ -115,6 +115,19 @@ def as_number(name: str, value: Any) -> float:
 def as_scale(value: Any, head_size: int) -> float:
     """The factor on `query . key`; None means `1 / sqrt(D)`."""
     return 1 / math.sqrt(head_size) if value is None else as_number("softmax_scale", value)
+
+
+def scaled(query: Any, value: Any, head_size: int, name: str = "softmax_scale") -> tuple[Any, float]:
+    """The query and the static factor on `query . key`. Of a traced factor, the query takes what differs from `1 / sqrt(D)`.
+
+    It is multiplied in float32 and rounded to its dtype again. What is not finite stays as it is and has no part in the factor's
+    gradient, so that padding may hold NaN.
+    """
+    if not is_traced(value):
+        return query, as_scale(value, head_size)
+    default = as_scale(None, head_size)
+    wide = accumulator(query.dtype)
+    return multiplied(query, traced_number(name, value, wide) / default), default
 
 
 def as_soft_cap(value: Any) -> float | None:
@@ -137,8 +150,9 @@ def as_dropout_rate(value: Any) -> float:
 
 def as_count(name: str, value: Any, least: int) -> int:
     """An int of at least `least`."""
+    refuse_traced(name, value, "an int known when the program is built")
     try:
-        if isinstance(value, (bool, np.bool_, Tracer)):
+        if isinstance(value, (bool, np.bool_)):
             raise TypeError
         count = operator.index(value)
     except TypeError:
@@ -150,6 +164,7 @@ def as_count(name: str, value: Any, least: int) -> int:
 
 def as_flag(name: str, value: Any) -> bool:
     """True or False."""
+    refuse_traced(name, value, "True or False, known when the program is built")
     if not isinstance(value, (bool, np.bool_)):
         raise wrong_type(name, repr(value), "True or False")
     return bool(value)

@@ -18,7 +18,7 @@ from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.pairs import count_pairs
-from ejkernel.operations.flash_attention.visibility import Visibility
+from ejkernel.operations.flash_attention.visibility import TracedLimits, Visibility
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 
@@ -114,6 +114,7 @@ class FlashAttention(Operation):
     Outputs = FlashAttentionOutputs
     differentiable = ("query", "key", "value", "bias", "sinks")
     shardable = ("b", "h")
+    traceable = ("softmax_scale", "sliding_window", "chunk_size")
 
     def canonicalise(
         self,
@@ -163,10 +164,11 @@ class FlashAttention(Operation):
             query_lengths, key_lengths: int `[B|1]`; tokens from there on are padding.
             dropout_seed: int, integer scalar or PRNG key.
             dropout_streams: uint32 `[B, H, 2]` in place of a seed, for shards of a larger problem.
-            softmax_scale: None means `1 / sqrt(D)`.
+            softmax_scale: None means `1 / sqrt(D)`; traced, the query is multiplied by it, see `bind.scaled`.
             causal: a key is visible up to the query's position.
             causal_alignment: "top_left" (also what None means): query 0 at position 0; "bottom_right": at S - T.
-            sliding_window: `(left, right)`, inclusive; an int w means (w, w).
+            sliding_window: `(left, right)`, inclusive; an int w means (w, w). A traced side, like a traced chunk_size, becomes part
+                of the mask.
             chunk_size: only keys of the query's own chunk are visible.
             prefix: keys before this position are exempt from `causal`.
             logits_soft_cap: c in `c * tanh(logits / c)`, > 0.
@@ -182,6 +184,8 @@ class FlashAttention(Operation):
         batch, queries, heads, head_size = query.shape
         keys = key.shape[1]
         sizes = (batch, heads, queries, keys)
+        query, scale = bind.scaled(query, softmax_scale, head_size)
+        limits, sliding_window, chunk_size = TracedLimits.taken_from(sliding_window, chunk_size)
         said = Visibility(
             mask=mask,
             query_segments=query_segments,
@@ -196,7 +200,8 @@ class FlashAttention(Operation):
             prefix=prefix,
         )
         seen = said.checked(sizes) & Visibility.of_mask_info(mask_info).checked(sizes)
-        seen = seen.aligned(causal_alignment, queries, keys).with_padding_as_segments(queries, keys).simplified()
+        seen = seen.aligned(causal_alignment, queries, keys).limited(limits, queries, keys)
+        seen = seen.with_padding_as_segments(queries, keys).simplified()
         rate = bind.as_dropout_rate(dropout_prob)
         if dropout_streams is not None and rate:
             bind.check_dropout_streams(dropout_streams, batch, heads)
@@ -217,7 +222,7 @@ class FlashAttention(Operation):
         )
         call = FlashAttentionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
-            scale=bind.as_scale(softmax_scale, head_size),
+            scale=scale,
             causal=seen.causal,
             query_offset=seen.query_offset,
             window=seen.window,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 from ejkernel.errors import EjkernelWarning, invalid, wrong_type
 from ejkernel.operations.flash_attention.bind import as_count, as_flag, as_score_shaped
 from ejkernel.utils.checks import check_array
+from ejkernel.utils.tracing import is_traced, traced_count
 from ejkernel.utils.warn_once import warn_once
 
 Window = tuple[int | None, int | None]
@@ -139,6 +142,15 @@ class Visibility:
             )
             warn_once("causal", f"{sees}: {remedy}", EjkernelWarning)
 
+    def limited(self, limits: TracedLimits, queries: int, keys: int) -> Visibility:
+        """With traced limits as part of the mask; the queries are placed already."""
+        if not limits.given:
+            return self
+        query = jnp.arange(queries, dtype=jnp.int32)[None] if self.query_positions is None else self.query_positions
+        key = jnp.arange(keys, dtype=jnp.int32)[None] if self.key_positions is None else self.key_positions
+        mask = limits.mask(query + self.query_offset, key)
+        return dataclasses.replace(self, mask=mask if self.mask is None else self.mask & mask)
+
     def with_padding_as_segments(self, queries: Any, keys: Any) -> Visibility:
         """Tokens past a length put into the padding segment -1. Segments of one side alone only mark its padding.
 
@@ -169,6 +181,39 @@ class Visibility:
         if not kept.positional:
             return dataclasses.replace(kept, query_positions=None, key_positions=None, query_offset=0)
         return dataclasses.replace(kept, query_offset=0) if kept.query_positions is not None else kept
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedLimits:
+    """The window and the chunk that only the running program knows, int32 scalars: they become part of the dense mask."""
+
+    left: Any = None
+    right: Any = None
+    chunk_size: Any = None
+
+    @classmethod
+    def taken_from(cls, window: Any, chunk_size: Any) -> tuple[TracedLimits, Any, Any]:
+        """What is traced, and the window and the chunk without it."""
+        sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
+        sides = sides if len(sides) == 2 else (None, None)
+        left, right = (traced_count("sliding_window", side, 0) if is_traced(side) else None for side in sides)
+        if left is not None or right is not None:
+            window = tuple(None if is_traced(side) else side for side in sides)
+        if is_traced(chunk_size):
+            return cls(left=left, right=right, chunk_size=traced_count("chunk_size", chunk_size, 1)), window, None
+        return cls(left=left, right=right), window, chunk_size
+
+    @property
+    def given(self) -> bool:
+        return self.left is not None or self.right is not None or self.chunk_size is not None
+
+    def mask(self, query: Any, key: Any) -> Any:
+        """bool `[B|1, 1, T, S]` of positions int32 `[B|1, T]` and `[B|1, S]`."""
+        query, key = query[:, None, :, None], key[:, None, None, :]
+        parts = [] if self.left is None else [query - key <= self.left]
+        parts += [] if self.right is None else [key - query <= self.right]
+        parts += [] if self.chunk_size is None else [query // self.chunk_size == key // self.chunk_size]
+        return functools.reduce(operator.and_, parts)
 
 
 def check_alignment(alignment: str | None, causal: bool) -> None:

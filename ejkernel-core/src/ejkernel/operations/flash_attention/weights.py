@@ -59,8 +59,9 @@ def weights(call: Any, inputs: Any, lse: Any) -> Any:
     if inputs.dropout_streams is None:
         return result
     first, second = jnp.moveaxis(inputs.dropout_streams, -1, 0)[..., None, None]
-    rows, columns = jnp.arange(queries, dtype=jnp.uint32), jnp.arange(keys, dtype=jnp.uint32)
-    kept = dropout.bits(first, second, rows[:, None], columns) >= dropout.threshold(call.dropout_rate)
+    rows = jnp.arange(queries, dtype=jnp.uint32)[None, None, :, None]
+    columns = jnp.arange(keys, dtype=jnp.uint32)[None, None, None]
+    kept = dropout.bits(first, second, rows, columns) >= dropout.threshold(call.dropout_rate)
     return jnp.where(kept, result / (1 - call.dropout_rate), 0)
 
 

@@ -20,6 +20,8 @@ from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_shape, finite_number
+from ejkernel.utils.dtypes import accumulator, common_dtype, multiplied
+from ejkernel.utils.tracing import is_traced, traced_number
 
 DIRECTIONS = ("forward", "reverse", "jsd")
 
@@ -91,6 +93,7 @@ class KlDivergence(Operation):
     Outputs = KlDivergenceOutputs
     differentiable = ("student", "student_head")
     shardable = SHARDABLE_ROWS
+    traceable = ("temperature",)
 
     def canonicalise(
         self,
@@ -115,7 +118,7 @@ class KlDivergence(Operation):
             teacher_head: `[D', V]`, or `[V, D']`.
             valid: bool `[...]`, which rows count; None = all.
             direction: "forward", "reverse" or "jsd".
-            temperature: > 0.
+            temperature: > 0. Traced, logits or hidden states are divided by it before, logits in float32.
             beta: in [0, 1], for "jsd" alone; None = 0.5 there. 0 is "forward" and 1 is "reverse".
             transpose_heads: heads are `[V, D]`.
             precision: None, "default", "high", "highest" or a `jax.lax.Precision`.
@@ -137,6 +140,13 @@ class KlDivergence(Operation):
         if direction not in DIRECTIONS:
             raise invalid("direction", repr(direction), f"one of {', '.join(DIRECTIONS)}")
         kind, weight = _mixture(beta, direction)
+        if is_traced(temperature):
+            factor = 1 / traced_number("temperature", temperature, accumulator(student.dtype))
+            student, teacher = (
+                multiplied(x if head is not None else x.astype(common_dtype(x.dtype, factor.dtype)), factor)
+                for x, head in ((student, student_head), (teacher, teacher_head))
+            )
+            temperature = 1.0
         heat = finite_number("temperature", temperature)
         if heat <= 0:
             raise invalid("temperature", heat, "a value > 0")

@@ -23,6 +23,7 @@ def _arrays(
     spare_tokens: int = 0,
     stored: Any = None,
     scales: bool = False,
+    first_keys: bool = False,
 ) -> Callable[[np.random.Generator], Mapping[str, Any]]:
     """Slots that no request uses hold NaN if the dtype has one."""
 
@@ -40,6 +41,8 @@ def _arrays(
             "pages": pages.astype(np.float32 if stored is None else jnp.dtype(stored)),
             **described,
         }
+        if first_keys:
+            arrays["first_keys"] = rng.integers(-2, 6, tokens, np.int32)
         if scales:
             size_of_one = 0.03 if stored == "int8" else 0.3
             arrays |= {name: np.float32(size_of_one * rng.uniform(0.8, 1.2)) for name in ("k_scale", "v_scale")}
@@ -58,6 +61,7 @@ CASES = (
     Case("no-requests", _arrays((), spare_tokens=3)),
     Case("no-rotary-part", _arrays(_DECODE, rotary=0)),
     Case("padded-channels", _arrays(_MIXED, channels=16), {"pe_offset": 8}),
+    Case("first-keys", _arrays(((4, 9), (1, 6), (1, 2)), first_keys=True, spare_tokens=1)),
     Case("window", _arrays(((4, 9), (1, 6), (1, 2))), {"sliding_window": 3}),
     Case("soft-cap", _arrays(_MIXED), {"logits_soft_cap": 1.0}),
     Case("scale", _arrays(_DECODE), {"softmax_scale": 1.0}),
@@ -88,6 +92,7 @@ TOGGLES = {
     "pe_offset": Toggle("padded-channels", {"pe_offset": 7}),
     "scale": Toggle("scale", {"softmax_scale": None}),
     "window": Toggle("window", {"sliding_window": None}),
+    "first_keys": Toggle("first-keys", drop="first_keys"),
     "soft_cap": Toggle("soft-cap", {"logits_soft_cap": None}),
     "precision": Toggle("decode", {"precision": "default"}, program=True, dtype="float32"),
     "return_lse": Toggle("decode", {"return_lse": False}, program=True),

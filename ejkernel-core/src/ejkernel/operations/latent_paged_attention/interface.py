@@ -17,10 +17,12 @@ from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.common import pages as _pages
 from ejkernel.operations.flash_attention import bind
+from ejkernel.operations.paged_attention.first_keys import first_keys_of, traced_limits
 from ejkernel.operations.paged_attention.interface import as_window
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute, check_shape
+from ejkernel.utils.tracing import is_traced
 
 
 class LatentPagedAttentionInputs(NamedTuple):
@@ -29,7 +31,7 @@ class LatentPagedAttentionInputs(NamedTuple):
     query_nope `[b, N, H, r]`, multiplied with the latents; query_pe `[b, N, H, e]`, with the rotary parts; pages
     `[1|b, P, page_size, C]`: of every token the latent in the channels `:r` and the rotary part in `pe_offset : pe_offset + e`,
     finite numbers in the others; query_start_loc int32 `[1|b, R + 1]`; kv_lens int32 `[1|b, R]`; block_tables int32 `[1|b, R, W]`;
-    key_scale and value_scale float32 `[1|b, 1]`.
+    key_scale and value_scale float32 `[1|b, 1]`; first_keys int32 `[1|b, N]`, the first key that each token may see.
     """
 
     query_nope: Float[Array, "b n h r"]
@@ -40,6 +42,7 @@ class LatentPagedAttentionInputs(NamedTuple):
     block_tables: Int32[Array, "#b requests w"]
     key_scale: Float32[Array, "#b 1"] = None
     value_scale: Float32[Array, "#b 1"] = None
+    first_keys: Int32[Array, "#b n"] = None
 
 
 class LatentPagedAttentionOutputs(NamedTuple):
@@ -71,6 +74,7 @@ class LatentPagedAttentionCall(Call):
     block_tables: ArraySpec
     key_scale: ArraySpec | None = None
     value_scale: ArraySpec | None = None
+    first_keys: ArraySpec | None = None
     pe_offset: int
     scale: float
     window: int | None = None
@@ -91,6 +95,7 @@ class LatentPagedAttention(Operation):
     Outputs = LatentPagedAttentionOutputs
     differentiable = ("query_nope", "query_pe", "pages", "key_scale", "value_scale")
     shardable = ("b", "h")
+    traceable = ("softmax_scale", "sliding_window")
 
     def canonicalise(
         self,
@@ -102,6 +107,7 @@ class LatentPagedAttention(Operation):
         block_tables: Any,
         k_scale: Any = None,
         v_scale: Any = None,
+        first_keys: Any = None,
         *,
         pe_offset: int | None = None,
         softmax_scale: float | None = None,
@@ -120,9 +126,10 @@ class LatentPagedAttention(Operation):
             kv_lens: int `[R]`, keys of each request, its new tokens included.
             block_tables: int `[R, W]`, pages of each request in order; entries beyond need may hold anything.
             k_scale, v_scale: factors of what the pages hold, scalars: in the logits, and in the output.
+            first_keys: int `[N]`: a token sees no key before this one of its request.
             pe_offset: the first channel of the rotary part; None means r.
             softmax_scale: None means `1 / sqrt(r + e)`.
-            sliding_window: w >= 1: the last w keys, the query's own position included.
+            sliding_window: w >= 1: the last w keys, the query's own position included. Traced, it becomes part of first_keys.
             logits_soft_cap: c in `c * tanh(product / c)`, > 0.
             precision: of the products.
             return_lse: return `(out, lse)`.
@@ -140,6 +147,9 @@ class LatentPagedAttention(Operation):
             need = f"at least {offset + query_pe.shape[2]}: latents of {size} and rotary parts of {query_pe.shape[2]}"
             raise invalid("pages", f"{pages.shape[3]} channels for {heads} heads", need)
         starts, lengths, tables = _pages.canonical_requests(query_start_loc, kv_lens, block_tables)
+        limits = traced_limits(sliding_window, None, True)
+        query_nope, scale = bind.scaled(query_nope, softmax_scale, size + query_pe.shape[2])
+        query_pe, _ = bind.scaled(query_pe, softmax_scale, size + query_pe.shape[2])
         inputs = LatentPagedAttentionInputs(
             query_nope=query_nope[None],
             query_pe=query_pe[None],
@@ -149,12 +159,13 @@ class LatentPagedAttention(Operation):
             block_tables=tables,
             key_scale=_pages.canonical_page_scale("k_scale", k_scale, 1),
             value_scale=_pages.canonical_page_scale("v_scale", v_scale, 1),
+            first_keys=first_keys_of(first_keys, *limits, starts, lengths, tokens),
         )
         call = LatentPagedAttentionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
             pe_offset=offset,
-            scale=bind.as_scale(softmax_scale, size + query_pe.shape[2]),
-            window=as_window(sliding_window),
+            scale=scale,
+            window=None if is_traced(sliding_window) else as_window(sliding_window),
             soft_cap=bind.as_soft_cap(logits_soft_cap),
             precision=bind.as_precision(precision),
             return_lse=bind.as_flag("return_lse", return_lse),
@@ -170,6 +181,9 @@ class LatentPagedAttention(Operation):
     ) -> LatentPagedAttentionInputs:
         """A mix of requests that own all tokens and different pages."""
         known = requests(rng, call, call.query_nope.shape[1], *call.pages.shape[1:3])
+        if call.first_keys is not None:
+            most = call.block_tables.shape[2] * call.pages.shape[2] // 2 + 1
+            known["first_keys"] = rng.integers(0, most, call.first_keys.shape, np.int32)
         return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: LatentPagedAttentionCall) -> Mapping[str, str]:
@@ -182,6 +196,7 @@ class LatentPagedAttention(Operation):
             "block_tables": "b? k w",
             "key_scale": "b? o",
             "value_scale": "b? o",
+            "first_keys": "b? n",
             "out": "b n h r",
             "lse": "b n h",
         }

@@ -49,6 +49,7 @@ def _tokens(call: LatentPagedAttentionCall, inputs: LatentPagedAttentionInputs) 
                 position = int(length) - int(end) + token
                 keys = np.arange(max(0, min(position + 1, int(length), len(table) * size)))
                 keys = keys if call.window is None else keys[keys > position - call.window]
+                keys = keys if inputs.first_keys is None else keys[keys >= _of(inputs.first_keys, b)[token]]
                 keys = keys[(table[keys // size] >= 0) & (table[keys // size] < pages)] if keys.size else keys
                 page, offset = table[keys // size] if keys.size else keys, keys % size
                 rows = _of(inputs.pages, b)[page, offset]

@@ -16,10 +16,11 @@ from ejkernel.call.random import cumulative
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.common.packed import as_bounds, check_bounds, check_packed
+from ejkernel.operations.common.scale import output_scale
 from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
-from ejkernel.utils.checks import check_compute, check_shape, finite_number
+from ejkernel.utils.checks import check_compute, check_shape
 
 
 class LinearRecurrenceInputs(NamedTuple):
@@ -105,6 +106,7 @@ class LinearRecurrence(Operation):
     Outputs = LinearRecurrenceOutputs
     differentiable = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "bonus", "initial_state")
     shardable = ("b", "h")
+    traceable = ("scale",)
 
     def canonicalise(
         self,
@@ -137,7 +139,7 @@ class LinearRecurrence(Operation):
             bonus: weight of the token itself `[heads,D]`; None: the state after the token is read.
             initial_state: `[B,H,D,V]`, or `[n,H,D,V]` with cu_seqlens; None = zeros.
             cu_seqlens: integers `[n + 1]`, B = 1.
-            scale: factor of the output; None = 1 / sqrt(D).
+            scale: factor of the output; None = 1 / sqrt(D). Traced, it multiplies the output after the operation.
             reverse: run every sequence from its end.
             return_state: also return the last state, shaped like initial_state.
             precision: None, "default", "high", "highest" or a `jax.lax.Precision`.
@@ -186,18 +188,20 @@ class LinearRecurrence(Operation):
             as_bounds(cu_seqlens) if packed else None,
         )
         specs: dict[str, Any] = {name: ArraySpec.of(array) for name, array in named(inputs)}
+        factor, multiply = output_scale(scale, width, query.dtype)
         call = LinearRecurrenceCall(
             **specs,
-            scale=max(width, 1) ** -0.5 if scale is None else finite_number("scale", scale),
+            scale=factor,
             reverse=reverse,
             return_state=return_state,
             precision=as_precision(precision),
         )
 
         def finish(outputs: LinearRecurrenceOutputs) -> Any:
+            out = multiply(outputs.out)
             if not return_state:
-                return outputs.out
-            return outputs.out, outputs.final_state[0] if packed else outputs.final_state[:, 0]
+                return out
+            return out, outputs.final_state[0] if packed else outputs.final_state[:, 0]
 
         return Bound(call, inputs, finish)
 

@@ -78,6 +78,7 @@ class NativeSparseAttention(Operation):
     Outputs = NativeSparseAttentionOutputs
     differentiable = ("query", "key", "value")
     shardable = ("b", "h")
+    traceable = ("softmax_scale",)
 
     def canonicalise(
         self,
@@ -111,7 +112,8 @@ class NativeSparseAttention(Operation):
         bind.check_query_key_value(query, key, value)
         dtype = query.dtype
         query, key, value = bind.in_one_dtype(query, key, value)
-        batch, length, _, head_size = query.shape
+        query, scale = bind.scaled(query, softmax_scale, query.shape[3])
+        batch, length, _, _ = query.shape
         if key.shape[1] != length:
             raise invalid("key", f"length {key.shape[1]}", f"the query's {length}")
         block_size = bind.as_count("block_size", block_size, 1)
@@ -132,7 +134,7 @@ class NativeSparseAttention(Operation):
         call = NativeSparseAttentionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
             block_size=block_size,
-            scale=bind.as_scale(softmax_scale, head_size),
+            scale=scale,
             return_lse=bind.as_flag("return_lse", return_lse),
         )
 

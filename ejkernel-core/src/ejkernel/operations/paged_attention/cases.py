@@ -65,6 +65,8 @@ def _arrays(
     stored: Any = None,
     k_scale: tuple[int, ...] | None = None,
     v_scale: tuple[int, ...] | None = None,
+    token_scales: int = 0,
+    first_keys: bool = False,
     sinks: tuple[int, ...] | None = None,
     alibi: bool = False,
     tree: int = 0,
@@ -73,7 +75,7 @@ def _arrays(
     garbage: int = -1,
     shared: bool = False,
 ) -> Callable[[np.random.Generator], Mapping[str, Any]]:
-    """Slots that no request uses hold NaN if `poison` and the dtype has one."""
+    """Slots that no request uses hold NaN if `poison` and the dtype has one, and so do their `token_scales` (of so many heads)."""
 
     def make(rng: np.random.Generator) -> Mapping[str, Any]:
         described, used = cache_of(rng, requests, page_size=page_size, garbage=garbage)
@@ -99,6 +101,12 @@ def _arrays(
         for name, shape in (("k_scale", k_scale), ("v_scale", v_scale)):
             if shape is not None:
                 arrays[name] = rng.uniform(0.02, 0.05, shape).astype(np.float32) * (1 if stored == "int8" else 10)
+        for name in ("k_scale", "v_scale") if token_scales else ():
+            scales = rng.uniform(0.2, 0.5, (*used.shape, token_scales)) / (10 if stored == "int8" else 1)
+            scales[~used] = np.nan
+            arrays[name] = scales.astype(np.float32)
+        if first_keys:
+            arrays["first_keys"] = rng.integers(-2, 7, tokens, np.int32)
         if sinks is not None:
             arrays["softmax_aux"] = rng.standard_normal(sinks).astype(np.float32)
         if alibi:
@@ -139,6 +147,7 @@ CASES = (
         _arrays(((7, 17), (0, 9), (1, 9), (1, 0)), page_size=2, sinks=(4,), alibi=True),
         {"chunk_size": 6, "sliding_window": 5},
     ),
+    Case("first-keys", _arrays(((4, 9), (1, 6), (1, 2), (2, 11)), first_keys=True, spare_tokens=1), {"return_lse": True}),
     Case("soft-cap", _arrays(_MIXED), {"logits_soft_cap": 2.0}),
     Case("sinks", _arrays(((2, 3), (1, 6)), sinks=(4,)), {"return_lse": True}, _TRANSFORMS),
     Case("alibi", _arrays(_MIXED, alibi=True), {"return_lse": True}),
@@ -147,6 +156,17 @@ CASES = (
     Case("precision", _arrays(_DECODE), {"precision": "highest"}),
     Case("int8", _arrays(_MIXED, stored="int8", k_scale=(2,), v_scale=(2,))),
     Case("e4m3", _arrays(_DECODE, stored="float8_e4m3fn", k_scale=(), v_scale=(1,))),
+    Case("int8-of-tokens", _arrays(_MIXED, stored="int8", token_scales=2), {"return_lse": True}),
+    Case(
+        "e4m3-of-tokens",
+        _arrays(_DECODE, stored="float8_e4m3fn", token_scales=1, layout="phtd"),
+        {"layout": "phtd", "logits_soft_cap": 3.0, "sliding_window": 6},
+    ),
+    Case(
+        "scales-of-tokens",
+        _arrays(((3, 6), (1, 7)), token_scales=2, sinks=(4,), first_keys=True, layout="packed"),
+        {"layout": "packed", "return_lse": True},
+    ),
     Case("e5m2-unscaled", _arrays(_DECODE, stored="float8_e5m2")),
     Case(
         "e4m3-heads-of-128",
@@ -201,6 +221,9 @@ TOGGLES = {
     "qq_bias": Toggle("tree", drop="qq_bias"),
     "key_scale": Toggle("int8", drop="k_scale"),
     "value_scale": Toggle("int8", drop="v_scale"),
+    "key_token_scale": Toggle("int8-of-tokens", drop="k_scale"),
+    "value_token_scale": Toggle("int8-of-tokens", drop="v_scale"),
+    "first_keys": Toggle("first-keys", drop="first_keys"),
     "scale": Toggle("mixed", {"softmax_scale": 2.0}),
     "causal": Toggle("not-causal", {"causal": True}),
     "window": Toggle("window", {"sliding_window": 2}),

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from ejkernel._dispatch.explanation import capturing
 from ejkernel.call.records import Bound
@@ -18,6 +19,8 @@ from ejkernel.operations.paged_cache_update.interface import OPERATION as PAGED_
 from ejkernel.utils.checks import check_array, check_shape
 
 _PAGE_AXIS: Mapping[str, int] = {"phtd": 2, "hptd": 2}
+_SCALE_AXES: Mapping[str, tuple[int, ...]] = {"phtd": (0, 2, 1), "hptd": (1, 2, 0)}
+"""By layout, the axes of a cache in the order of its scales `[pages, page_size, K]`; first to last where it is not named."""
 
 
 def attend(*, form: Callable[..., Bound] | None = None, platform: Any = None, cfg: Any = None, **given: Any) -> Any:
@@ -39,6 +42,20 @@ _OPTIONS = (
     "precision",
     "return_lse",
 )
+
+
+def scale_specs(layout: str, arrays: Mapping[str, Any], specs: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
+    """Scales of stored heads, or of stored rows, are split over a mesh as their cache is."""
+    found: dict[str, PartitionSpec] = {}
+    for name, cache in (("k_scale", "key_pages"), ("v_scale", "value_pages")):
+        cache = next(each for each in (cache, "key_pages", "kv_cache") if arrays.get(each) is not None)
+        shape, axes = getattr(arrays.get(name), "shape", ()), arrays[cache].ndim
+        if shape in ((), (1,)):
+            continue
+        entries = (*specs.get(cache, PartitionSpec()), *[None] * axes)
+        order = _SCALE_AXES.get(layout, tuple(range(3 if layout in _pages.FUSED else axes - 1)))
+        found[name] = PartitionSpec(*(entries[axis] for axis in order[-len(shape) :]))
+    return found
 
 
 def update_and_attend(
@@ -134,11 +151,11 @@ def check_distributed(
             raise wrong_type(name, f"dtype {array.dtype}", "integers")
     check_shape("distribution", distribution, (3,), "[3]")
     requests = kv_lens.shape[0]
-    if block_tables.shape[0] % max(requests, 1):
+    entries, rest = divmod(block_tables.shape[0], requests) if requests else (0, block_tables.shape[0])
+    if rest:
         got = f"{block_tables.shape[0]} entries"
         raise invalid("block_tables", got, f"the same number for each of the {requests} requests of kv_lens")
     _pages.check_count("distribution", distribution, requests)
-    entries = block_tables.shape[0] // max(requests, 1)
     meaning = f"what {entries} pages of {page_size} tokens hold"
     _pages.check_lengths("kv_lens", kv_lens, entries * page_size, meaning, distribution)
     _pages.check_starts("query_start_loc", query_start_loc, tokens, distribution)
@@ -159,7 +176,7 @@ def first_requests(starts: Any, lengths: Any, count: Any) -> tuple[Any, Any]:
     return starts, jnp.where(active[:-1] < count, lengths, 0)
 
 
-def window_of(sliding_window: Any) -> int | None:
+def window_of(sliding_window: Any) -> Any:
     """The last keys that are visible: an int counts them, a pair `(left, right)` means `left + 1`."""
     return as_window(sliding_window)
 

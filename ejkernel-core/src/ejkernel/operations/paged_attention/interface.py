@@ -19,9 +19,11 @@ from ejkernel.operations.common import pages as _pages
 from ejkernel.operations.common.pages import FUSED, PageShape
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.paged_attention.chunks import check_chunks, requests_of_chunks
+from ejkernel.operations.paged_attention.first_keys import first_keys_of, traced_limits
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute, check_shape
+from ejkernel.utils.tracing import is_traced, traced_count
 
 
 class PagedAttentionInputs(NamedTuple):
@@ -29,7 +31,9 @@ class PagedAttentionInputs(NamedTuple):
 
     query `[b, N, H, D]`; key_pages and value_pages `[1|b, ...]` in the call's layout, value_pages None where key_pages hold both;
     query_start_loc int32 `[1|b, R + 1]`; kv_lens int32 `[1|b, R]`; block_tables int32 `[1|b, R, W]`; sinks `[1|b, H, n]`;
-    alibi_slopes `[1|b, H]`; qq_bias `[1|b, 1|R, Q, Q]`; key_scale and value_scale float32 `[1|b, 1|K]`.
+    alibi_slopes `[1|b, H]`; qq_bias `[1|b, 1|R, Q, Q]`; key_scale and value_scale float32 `[1|b, 1|K]`; key_token_scale and
+    value_token_scale float32 `[1|b, pages, page_size, 1|K]` in every layout, the factor of each stored row; first_keys int32
+    `[1|b, N]`, the first key that each token may see.
     """
 
     query: Float[Array, "b n h d"]
@@ -43,6 +47,9 @@ class PagedAttentionInputs(NamedTuple):
     qq_bias: Float[Array, "#b #requests q q"] = None
     key_scale: Float32[Array, "#b #k"] = None
     value_scale: Float32[Array, "#b #k"] = None
+    key_token_scale: Float32[Array, "#b p s #k"] = None
+    value_token_scale: Float32[Array, "#b p s #k"] = None
+    first_keys: Int32[Array, "#b n"] = None
 
 
 class PagedAttentionOutputs(NamedTuple):
@@ -79,6 +86,9 @@ class PagedAttentionCall(Call):
     qq_bias: ArraySpec | None = None
     key_scale: ArraySpec | None = None
     value_scale: ArraySpec | None = None
+    key_token_scale: ArraySpec | None = None
+    value_token_scale: ArraySpec | None = None
+    first_keys: ArraySpec | None = None
     layout: str = "pthd"
     key_heads: int | None = None
     scale: float
@@ -121,8 +131,20 @@ class PagedAttention(Operation):
     Call = PagedAttentionCall
     Inputs = PagedAttentionInputs
     Outputs = PagedAttentionOutputs
-    differentiable = ("query", "key_pages", "value_pages", "sinks", "alibi_slopes", "qq_bias", "key_scale", "value_scale")
+    differentiable = (
+        "query",
+        "key_pages",
+        "value_pages",
+        "sinks",
+        "alibi_slopes",
+        "qq_bias",
+        "key_scale",
+        "value_scale",
+        "key_token_scale",
+        "value_token_scale",
+    )
     shardable = ("b", "h")
+    traceable = ("softmax_scale", "sliding_window", "chunk_size")
 
     def canonicalise(
         self,
@@ -137,6 +159,7 @@ class PagedAttention(Operation):
         qq_bias: Any = None,
         k_scale: Any = None,
         v_scale: Any = None,
+        first_keys: Any = None,
         *,
         layout: str = "pthd",
         key_heads: int | None = None,
@@ -160,12 +183,14 @@ class PagedAttention(Operation):
             softmax_aux: sinks `[H]`, `[H, n]` or `[1, n]`.
             alibi_slopes: `[H]`, floating.
             qq_bias: `[Q, Q]` or `[R, Q, Q]`, floating: bias from new token i to new token j of the same request; -inf hides j.
-            k_scale, v_scale: factors of what the pages hold, a scalar or `[K]`.
+            k_scale, v_scale: factors of what the pages hold, a scalar, `[K]`, or `[pages, page_size, 1|K]` for each stored row.
+            first_keys: int `[N]`: a token sees no key before this one of its request.
             layout: a name of `_pages.LAYOUTS`.
             key_heads: the heads in use where fused pages have padding after them.
-            softmax_scale: None means `1 / sqrt(D)`.
+            softmax_scale: None means `1 / sqrt(D)`; traced, the query is multiplied by it, see `bind.scaled`.
             causal: a key is visible up to the query's position.
-            sliding_window: w >= 1: the last w keys, the query's own position included.
+            sliding_window: w >= 1: the last w keys, the query's own position included. Traced, it becomes part of first_keys, and
+                so does chunk_size, which then need not be a multiple of the page size.
             chunk_size: only keys of the query's own chunk of this many positions are visible; a multiple of the page size. The
                 call has a request for each chunk in the place of those that are given.
             logits_soft_cap: c in `c * tanh(product / c)`, > 0.
@@ -184,12 +209,18 @@ class PagedAttention(Operation):
         _check_query(query, key_pages.shape, used, layout)
         starts, lengths, tables = _pages.canonical_requests(query_start_loc, kv_lens, block_tables)
         causal = bind.as_flag("causal", causal)
-        if chunk_size is not None:
+        limits = traced_limits(sliding_window, chunk_size, causal)
+        if is_traced(sliding_window):
+            sliding_window = None
+        if chunk_size is not None and not is_traced(chunk_size):
             chunk_size = bind.as_count("chunk_size", chunk_size, 1)
             check_chunks(chunk_size, shape.page_size, causal, qq_bias)
             described = (starts, lengths, tables, query_start_loc)
             starts, lengths, tables = requests_of_chunks(*described, query.shape[0], shape.page_size, chunk_size)
         heads = query.shape[1]
+        query, scale = bind.scaled(query, softmax_scale, query.shape[2])
+        key_scale, key_token_scale = _pages.canonical_scales("k_scale", k_scale, used, shape)
+        value_scale, value_token_scale = _pages.canonical_scales("v_scale", v_scale, used, shape)
         inputs = PagedAttentionInputs(
             query=query[None],
             key_pages=key_pages,
@@ -200,14 +231,17 @@ class PagedAttention(Operation):
             sinks=bind.as_sinks(softmax_aux, heads),
             alibi_slopes=_as_slopes(alibi_slopes, heads),
             qq_bias=_as_qq_bias(qq_bias, lengths.shape[1]),
-            key_scale=_pages.canonical_page_scale("k_scale", k_scale, used),
-            value_scale=_pages.canonical_page_scale("v_scale", v_scale, used),
+            key_scale=key_scale,
+            value_scale=value_scale,
+            key_token_scale=key_token_scale,
+            value_token_scale=value_token_scale,
+            first_keys=first_keys_of(first_keys, *limits, starts, lengths, query.shape[0]),
         )
         call = PagedAttentionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
             layout=layout,
             key_heads=key_heads,
-            scale=bind.as_scale(softmax_scale, query.shape[2]),
+            scale=scale,
             causal=causal,
             window=as_window(sliding_window),
             soft_cap=bind.as_soft_cap(logits_soft_cap),
@@ -229,6 +263,8 @@ class PagedAttention(Operation):
         """A mix of requests that own all tokens and different pages."""
         pages = PageShape.of(call.key_pages.shape, call.layout)
         known = requests(rng, call, call.query.shape[1], pages.pages, pages.page_size)
+        if call.first_keys is not None:
+            known["first_keys"] = rng.integers(0, call.longest // 2 + 1, call.first_keys.shape, np.int32)
         return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: PagedAttentionCall) -> Mapping[str, str]:
@@ -245,6 +281,9 @@ class PagedAttention(Operation):
             "qq_bias": "b? r? i j",
             "key_scale": f"b? {key_head}?",
             "value_scale": f"b? {key_head}?",
+            "key_token_scale": f"b? p s {key_head}?",
+            "value_token_scale": f"b? p s {key_head}?",
+            "first_keys": "b? n",
             "out": f"b n {head} v",
             "lse": f"b n {head}",
         }
@@ -262,7 +301,8 @@ class PagedAttention(Operation):
         batch, tokens, heads, head_size = call.query.shape
         keys = call.longest if call.window is None else min(call.window, call.longest)
         products = 2 * batch * tokens * heads * keys * (head_size + call.value_size)
-        pages = [spec for spec in (call.key_pages, call.value_pages) if spec is not None]
+        stored = (call.key_pages, call.value_pages, call.key_token_scale, call.value_token_scale)
+        pages = [spec for spec in stored if spec is not None]
         read = batch * call.block_tables.shape[1] * keys
         per_key = sum(spec.nbytes // max(spec.shape[0] * call.pages.pages * call.pages.page_size, 1) for spec in pages)
         moved = read * per_key + call.query.nbytes + self.output_specs(call).out.nbytes
@@ -303,18 +343,23 @@ def _as_qq_bias(bias: Any, requests: int) -> Any:
     return bias[None] if len(shape) == 3 else bias[None, None]
 
 
-def as_window(window: Any) -> int | None:
-    """w >= 1, from an int or a pair `(left, right)`, which means the last `left + 1` keys: none is to the right of a query."""
+def as_window(window: Any) -> Any:
+    """w >= 1, from an int or a pair `(left, right)`, which means the last `left + 1` keys: none is to the right of a query.
+
+    Of what is traced an int32 scalar.
+    """
     if window is None:
         return None
     if isinstance(window, (tuple, list)):
         if len(window) != 2:
             raise invalid("sliding_window", window, "an int or (left, right)")
         left, right = window
-        if right is not None:
+        if right is not None and not is_traced(right):
             bind.as_count("sliding_window", right, 0)
+        if is_traced(left):
+            return jnp.minimum(traced_count("sliding_window", left, 0), 2**31 - 2) + 1
         return None if left is None else bind.as_count("sliding_window", left, 0) + 1
-    return bind.as_count("sliding_window", window, 1)
+    return traced_count("sliding_window", window, 1) if is_traced(window) else bind.as_count("sliding_window", window, 1)
 
 
 OPERATION = PagedAttention()

@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 
 from ejkernel.operations.common.pages import FUSED, alternating
-from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
+from ejkernel.operations.paged_attention.interface import (
+    OPERATION,
+    PagedAttentionCall,
+    PagedAttentionInputs,
+    PagedAttentionOutputs,
+)
 
 
 def _of(array: Any, row: int) -> Any:
@@ -59,6 +64,7 @@ def _rows(call: PagedAttentionCall, inputs: PagedAttentionInputs) -> Iterator[_R
                 keys = keys[tables[r][keys // size] >= 0] if keys.size else keys
                 keys = keys[keys <= position] if call.causal else keys
                 keys = keys if call.window is None else keys[keys > position - call.window]
+                keys = keys if inputs.first_keys is None else keys[keys >= _of(inputs.first_keys, b)[token]]
                 new = keys - first_new
                 if bias is not None:
                     width = bias.shape[-1]
@@ -81,9 +87,13 @@ class _Attended:
         self.key = keys[row.page, row.offset, row.key_head, : self.query.shape[0]]
         self.value = values[row.page, row.offset, row.key_head, : call.value_size]
         scale = _of(inputs.key_scale, row.member)
-        self.key_scale = 1.0 if scale is None else scale[row.key_head % len(scale)]
+        self.key_head_scale = 1.0 if scale is None else scale[row.key_head % len(scale)]
+        self.key_token_scale = _at_rows(_of(inputs.key_token_scale, row.member), row)
+        self.key_scale = self.key_head_scale * self.key_token_scale
         scale = _of(inputs.value_scale, row.member)
-        self.value_scale = 1.0 if scale is None else scale[row.key_head % len(scale)]
+        self.value_head_scale = 1.0 if scale is None else scale[row.key_head % len(scale)]
+        self.value_token_scale = _at_rows(_of(inputs.value_token_scale, row.member), row)
+        self.value_scale = self.value_head_scale * self.value_token_scale
         self.raw = self.key @ self.query
         logits, self.slope = call.scale * self.key_scale * self.raw, np.ones(len(self.raw))
         if call.soft_cap is not None:
@@ -104,12 +114,17 @@ class _Attended:
         self.weights, self.sink_weights = weights[: len(logits)], weights[len(logits) :]
 
 
+def _at_rows(scale: Any, row: _Row) -> Any:
+    """The factor of each stored row that a query token reads."""
+    return np.ones(len(row.keys)) if scale is None else scale[row.page, row.offset, row.key_head % scale.shape[2]]
+
+
 def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs) -> PagedAttentionOutputs:
     out = np.zeros((*inputs.query.shape[:3], call.value_size))
     lse = np.full(inputs.query.shape[:3], -np.inf)
     for row in _rows(call, inputs):
         seen = _Attended(call, inputs, row)
-        out[row.member, row.token, row.head] = seen.value_scale * (seen.weights @ seen.value)
+        out[row.member, row.token, row.head] = (seen.weights * seen.value_scale) @ seen.value
         lse[row.member, row.token, row.head] = seen.lse
     return PagedAttentionOutputs(out, lse)
 
@@ -129,19 +144,25 @@ def backward(
         d_logits = seen.weights * (d_weights - mean + d_lse)
         d_raw = d_logits * seen.slope
 
-        grad.query[where] += call.scale * seen.key_scale * d_raw @ seen.key
+        grad.query[where] += call.scale * (seen.key_scale * d_raw) @ seen.key
         keys, values = token_major(_of(grad.key_pages, row.member), call.layout)
         values = values if values is not None else token_major(_of(grad.value_pages, row.member), call.layout)[0]
         for number, (page, offset) in enumerate(zip(row.page, row.offset, strict=True)):
             d_key, d_value = keys[page, offset, row.key_head], values[page, offset, row.key_head]
-            d_key[: len(seen.query)] += call.scale * seen.key_scale * d_raw[number] * seen.query
-            d_value[: call.value_size] += seen.value_scale * seen.weights[number] * d_out
+            d_key[: len(seen.query)] += call.scale * seen.key_scale[number] * d_raw[number] * seen.query
+            d_value[: call.value_size] += seen.value_scale[number] * seen.weights[number] * d_out
         for scale, part in (
-            (grad.key_scale, call.scale * (d_raw @ seen.raw)),
-            (grad.value_scale, seen.weights @ products),
+            (grad.key_scale, call.scale * (d_raw @ (seen.key_token_scale * seen.raw))),
+            (grad.value_scale, (seen.weights * seen.value_token_scale) @ products),
         ):
             if scale is not None:
                 _of(scale, row.member)[row.key_head % scale.shape[1]] += part
+        for scale, parts in (
+            (grad.key_token_scale, call.scale * seen.key_head_scale * d_raw * seen.raw),
+            (grad.value_token_scale, seen.value_head_scale * seen.weights * products),
+        ):
+            if scale is not None:
+                np.add.at(_of(scale, row.member), (row.page, row.offset, row.key_head % scale.shape[3]), parts)
         if grad.sinks is not None:
             _of(grad.sinks, row.member)[row.head] += seen.sink_weights * (d_lse - mean)
         if grad.alibi_slopes is not None:
@@ -150,7 +171,5 @@ def backward(
             bias, new = _of(grad.qq_bias, row.member), row.new >= 0
             if new.any():  # else the token may be beyond the last row of the bias
                 np.add.at(bias[row.request % len(bias), row.local], row.new[new], d_logits[new])
-    return PagedAttentionInputs(**{name: array if name in DIFFERENTIABLE else None for name, array in grad._asdict().items()})
-
-
-DIFFERENTIABLE = ("query", "key_pages", "value_pages", "sinks", "alibi_slopes", "qq_bias", "key_scale", "value_scale")
+    moving = OPERATION.differentiable
+    return PagedAttentionInputs(**{name: array if name in moving else None for name, array in grad._asdict().items()})

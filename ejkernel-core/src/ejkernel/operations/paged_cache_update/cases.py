@@ -27,16 +27,19 @@ def _arrays(
     stored: Any = None,
     scales: tuple[int, ...] | None = None,
     broken: bool = False,
+    cached: bool = True,
 ) -> Callable[[np.random.Generator], Mapping[str, Any]]:
-    """`broken` gives one request a table entry outside of the cache, and another one more keys than its table holds."""
+    """`broken` gives one request a table entry outside of the cache, and another one more keys than its table holds; without
+    `cached` all entries are outside, as the cache has no pages."""
 
     def make(rng: np.random.Generator) -> Mapping[str, Any]:
         described, used = cache_of(rng, requests, page_size=page_size, spare_entries=0)
         if broken:
             described["block_tables"][0, 0] = len(used)
             described["kv_lens"][1] = described["block_tables"].shape[1] * page_size + 1
+        used = used if cached else used[:0]
         tokens = int(described["query_start_loc"][-1]) + spare_tokens
-        values = value_size or head_size
+        values = head_size if value_size is None else value_size
 
         def pages(*tail: int) -> Any:
             array = rng.standard_normal((*used.shape, *tail)).astype(np.float32)
@@ -67,6 +70,8 @@ CASES = (
     Case("mixed", _arrays(_MIXED, spare_tokens=2)),
     Case("scaled", _arrays(((2, 3), (1, 6)), scales=(2,)), tags=frozenset({"transforms"})),
     Case("dropped", _arrays(((2, 2), (2, 6)), broken=True)),
+    Case("no-value-channels", _arrays(((2, 3), (1, 6)), value_size=0)),
+    Case("no-pages", _arrays(_DECODE, cached=False)),
     Case("no-tokens", _arrays(((0, 3), (0, 1)))),
     Case("no-requests", _arrays((), spare_tokens=2)),
     Case("int8", _arrays(_MIXED, stored="int8", scales=())),

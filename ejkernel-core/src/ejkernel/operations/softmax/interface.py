@@ -19,6 +19,8 @@ from ejkernel.operations.common.rows.interface import SHARDABLE_ROWS, row_dims
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute, finite_number, normalise_axes
+from ejkernel.utils.dtypes import accumulator, multiplied
+from ejkernel.utils.tracing import is_traced, traced_number
 
 
 class SoftmaxInputs(NamedTuple):
@@ -56,6 +58,7 @@ class Softmax(Operation):
     Outputs = SoftmaxOutputs
     differentiable = ("x",)
     shardable = SHARDABLE_ROWS
+    traceable = ("scale",)
 
     def canonicalise(self, x: Any, where: Any = None, *, axis: int | tuple[int, ...] | None = -1, scale: float = 1.0) -> Bound:
         """Check and bring the summed axes last, as one.
@@ -64,10 +67,14 @@ class Softmax(Operation):
             x: floating, at least one axis.
             where: bool, broadcastable to x, or None (all True).
             axis: the axis or axes over which the result sums to 1; None = all.
-            scale: factor on x.
+            scale: factor on x. Traced, x is multiplied before, and the operation runs in float32.
         """
         check_compute("x", x)
         axes = normalise_axes("x", tuple(range(x.ndim)) if axis is None else axis, x.ndim)
+        dtype = x.dtype
+        if is_traced(scale):
+            factor, scale = traced_number("scale", scale, accumulator(dtype)), 1.0
+            x = multiplied(x.astype(factor.dtype), factor)
         scale = finite_number("scale", scale)
         summed = tuple(range(x.ndim - len(axes), x.ndim))
         moved = jnp.moveaxis(x, axes, summed)
@@ -84,7 +91,7 @@ class Softmax(Operation):
         call = SoftmaxCall(x=ArraySpec.of(inputs.x), where=None if where is None else ArraySpec.of(where), scale=scale)
 
         def finish(outputs: SoftmaxOutputs) -> Any:
-            return jnp.moveaxis(outputs.out.reshape(moved.shape), summed, axes)
+            return jnp.moveaxis(outputs.out.reshape(moved.shape), summed, axes).astype(dtype)
 
         return Bound(call, inputs, finish)
 

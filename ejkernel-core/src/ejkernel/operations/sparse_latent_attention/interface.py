@@ -70,6 +70,7 @@ class SparseLatentAttention(Operation):
     Outputs = SparseLatentAttentionOutputs
     differentiable = ("query", "key_value")
     shardable = ("b", "h")
+    traceable = ("softmax_scale",)
 
     def canonicalise(
         self,
@@ -110,13 +111,14 @@ class SparseLatentAttention(Operation):
             raise invalid("value_size", values, f"at most {size}, the channels of key_value")
         exists = (token_indices >= 0) & (token_indices < key_value.shape[1])
         tokens = jnp.where(exists, token_indices.astype(jnp.int32), NOTHING)
+        query, scale = bind.scaled(query, softmax_scale, size)
         inputs = SparseLatentAttentionInputs(
             query, key_value, tokens if bind.as_flag("is_distinct", is_distinct) else distinct(tokens)
         )
         call = SparseLatentAttentionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
             value_size=values,
-            scale=bind.as_scale(softmax_scale, size),
+            scale=scale,
             return_lse=bind.as_flag("return_lse", return_lse),
         )
 

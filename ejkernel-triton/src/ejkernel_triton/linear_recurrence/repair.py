@@ -1,0 +1,97 @@
+"""Outputs before the first value that is not finite, once more.
+
+The products inside a chunk multiply every token by 0 that others do not see, and 0 times NaN is NaN: a token that is not finite
+reaches the earlier ones of its chunk. It also reaches every later output, so the last one of a segment tells, and only then is the
+segment walked token after token.
+"""
+
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
+# ruff: noqa: SIM108 - static and dynamic conditions stay apart
+import triton
+import triton.language as tl
+
+from ejkernel_triton.linear_recurrence.tiles import MIN_LOG, gamma_of, segment_of, state_of
+
+
+@triton.jit
+def row_at(p, i_token, i_head, i_column, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):
+    """Pointers to channels of one head of a token, `[BLOCK]`, and which of them exist."""
+    o_column = i_column + tl.arange(0, BLOCK)
+    return p + (i_token * HEADS + i_head // (R.heads // HEADS)) * SIZE + o_column, o_column < SIZE
+
+
+@triton.jit
+def is_finite(p_row, m_row):
+    """Whether all numbers of a row are."""
+    b_row = tl.load(p_row, mask=m_row, other=0.0).to(tl.float32)
+    return tl.sum(b_row * 0.0, axis=0) == 0.0
+
+
+@triton.jit
+def repair_kernel(
+    p_query,
+    p_key,
+    p_value,
+    p_g,
+    p_gamma,
+    p_gk,
+    p_before,
+    p_found,
+    p_bounds,
+    p_first,
+    p_sequence,
+    length,
+    segments,
+    sequences,
+    p_out,
+    R: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BEFORE: tl.constexpr,
+):
+    """Outputs of a segment's tokens in place of `p_found`, which `p_out` aliases. BEFORE: there are states before the segments."""
+    BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
+    i_column = tl.program_id(0) % BLOCKS * BLOCK_V
+    i_head = tl.program_id(0) // BLOCKS % R.heads
+    i_segment = tl.program_id(0) // (BLOCKS * R.heads) % segments
+    i_batch = tl.program_id(0) // (BLOCKS * R.heads) // segments
+    _, i_first, count, valid, _ = segment_of(
+        p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT
+    )
+    i_first = i_batch.to(tl.int64) * length + i_first
+    if R.reverse:
+        step = -1
+    else:
+        step = 1
+    if valid & (count > 1):
+        p_row, m_row = row_at(p_found, i_first + (count - 1) * step, i_head, i_column, R.heads, R.channels, BLOCK_V, R)
+        if not is_finite(p_row, m_row):
+            b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+            if BEFORE:
+                p_tile, m_tile = state_of(p_before, i_batch * segments + i_segment, i_head, i_column, R, BLOCK_K, BLOCK_V)
+                b_state = tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)
+            for i_step in range(count):
+                i_token = i_first + i_step * step
+                p_row, m_row = row_at(p_query, i_token, i_head, 0, R.query_heads, R.width, BLOCK_K, R)
+                b_query = tl.load(p_row, mask=m_row, other=0.0).to(tl.float32)
+                p_row, m_row = row_at(p_key, i_token, i_head, 0, R.key_heads, R.width, BLOCK_K, R)
+                b_key = tl.load(p_row, mask=m_row, other=0.0).to(tl.float32)
+                p_row, m_row = row_at(p_value, i_token, i_head, i_column, R.value_heads, R.channels, BLOCK_V, R)
+                b_value = tl.load(p_row, mask=m_row, other=0.0).to(tl.float32)
+                if R.decay == "key":
+                    p_row, m_row = row_at(p_gk, i_token, i_head, 0, R.gk_heads, R.width, BLOCK_K, R)
+                    b_log = tl.load(p_row, mask=m_row, other=0.0).to(tl.float32)
+                    b_state *= tl.exp(tl.where(b_log < MIN_LOG, MIN_LOG, b_log))[:, None]
+                if R.decay == "scalar":
+                    log = 0.0
+                    if R.g_heads > 0:
+                        log += tl.load(p_g + i_token * R.g_heads + i_head // (R.heads // R.g_heads)).to(tl.float32)
+                    if R.gamma_heads > 0:
+                        log += gamma_of(p_gamma, i_batch, i_head, R)
+                    b_state *= tl.exp(tl.where(log < MIN_LOG, MIN_LOG, log))
+                b_state += b_key[:, None] * b_value[None, :]
+                b_out = tl.sum(b_state * (b_query * R.scale)[:, None], axis=0)
+                p_row, m_row = row_at(p_out, i_token, i_head, i_column, R.heads, R.channels, BLOCK_V, R)
+                tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=m_row)
