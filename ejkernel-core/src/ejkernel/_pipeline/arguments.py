@@ -85,7 +85,10 @@ _INSTEAD: Mapping[str, str] = {
     "max_seqlen_k": "leave it out: lengths need no bound",
     "return_attn_probs": "ejkernel.attention returns the weights",
     "need_weights": "ejkernel.attention returns the weights",
-    "chunk_size": "cfg= holds the sizes that only speed depends on",
+    **dict.fromkeys(
+        ("chunk_size", "num_splits", "seq_threshold_3d", "num_par_softmax_segments", "autotune_chunk_candidates"),
+        "cfg= holds what only speed depends on",
+    ),
 }
 """What to do where nothing in the signature fits."""
 

@@ -23,7 +23,7 @@ from ejkernel.utils.checks import check_array, check_compute, check_shape
 from ejkernel.utils.dtypes import accumulator, common_dtype
 
 
-@public("b_q", "b_k")
+@public("b_q", "b_k", "cu_seqlens")
 def flash_mla(
     query: t.LatentQueries,
     key_value: t.Latents,
