@@ -53,6 +53,13 @@ def test_eager(seen):
     check(seen, at, EjkernelWarning, "dropout_prob: without dropout_seed it drops the same entries at every call")
 
 
+def test_of_code_that_is_no_module(seen):
+    """Its globals have no name."""
+    code = compile("\n\nattend(q, q, q, dropout_prob=rate)", "<typed>", "exec")
+    exec(code, {"attend": ejkernel.flash_attention, "q": Q, "rate": next(RATES)})
+    assert [(one.filename, one.lineno) for one in seen] == [("<typed>", 3)]
+
+
 def test_of_an_executor_and_a_class(seen):
     at, _ = line(), ejkernel.Executor()(ejkernel.FlashAttention(), Q, Q, Q, dropout_prob=next(RATES))
     check(seen, at, EjkernelWarning, "without dropout_seed")

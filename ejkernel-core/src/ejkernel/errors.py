@@ -101,8 +101,9 @@ def warn(message: str, category: type[Warning]) -> None:
         frame = frame.f_back
     assert frame is not None  # CPython has frames
     space = frame.f_globals
+    module = space.get("__name__", "<unknown>")  # None would be silent
     registry = space.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, space.get("__name__"), registry)
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
 def _is_passed_over(frame: FrameType) -> bool:
