@@ -1,7 +1,7 @@
-"""For every suite: annotations are checked at run time, nothing is promoted implicitly, a CPU shows eight devices, and `--extent`,
+"""For every suite: annotations are checked at run time, nothing is promoted implicitly, and a CPU shows eight devices. `--extent`,
 which the conformance suite's plugin defines, says how much runs.
 
-quick: one in four of similar parametrised tests. standard: all of them. full: the slow tests too.
+quick: one in eight of similar parametrised tests. standard: all of them. full: the slow tests too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ os.environ.setdefault("EJKERNEL_TYPECHECK", "1")
 
 pytest_plugins = ["ejkernel.testing.plugin", "pytester"]
 
-_QUICK = 4
+_QUICK = 8
 """One in so many of similar tests, outside of the conformance suite, which has its own sample."""
 
 _OF_ONE_PLATFORM = {"tests/conformance": None, "tests/opaque": "opaque", "examples/acme-ejkernel": "acme"}

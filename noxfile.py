@@ -217,7 +217,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def tests(session: nox.Session) -> None:
-    """Unit tests of each distribution, and the tests across distributions, on the main pair: of similar cases a quarter."""
+    """Unit tests of each distribution, and the tests across distributions, on the main pair: of similar cases one in eight."""
     _tests(session, main_environment(session), "quick")
 
 
@@ -253,9 +253,9 @@ def _tests(session: nox.Session, python: Path, extent: str) -> None:
 def conformance(session: nox.Session, platform: str) -> None:
     """The conformance suite on one platform.
 
-    Every second test, and numbers of one case in six, each transform on one of those chosen for it. `-- --extent=full` runs
+    Of every test on every operation the first case, and of the others a sample (CONTRIBUTING.md). `-- --extent=full` runs
     everything in every dtype, `-- --ejkernel-report=FILE` keeps a record. Without their device, triton and pallas run in their
-    interpreters, on one case in sixteen; cuda has none and fails.
+    interpreters; cuda has none and fails.
     """
     python = main_environment(session)
     own = f"ejkernel-{platform}/tests/test_conformance.py"
@@ -271,7 +271,7 @@ OPAQUE = ("cross_entropy", "flash_attention", "grouped_matmul", "paged_cache_upd
 def opaque(session: nox.Session) -> None:
     """Kernels that XLA cannot split, over meshes and under every transform: what core alone must get right.
 
-    Every second test of one operation of each kind; `-- --extent=full` runs all.
+    A sample of the tests of one operation of each kind; `-- --extent=full` runs all.
     """
     few = ("--extent=quick", *(f"--ejkernel-operation={name}" for name in OPAQUE))
     extent = () if "--extent=full" in session.posargs else few
@@ -392,7 +392,7 @@ def docs(session: nox.Session) -> None:
     python = main_environment(session)
     jax = session.run(str(python), "-c", "import jax; print(jax.__version__)", external=True, silent=True)
     session.run(*pip(python), "install", f"jax=={str(jax).strip()}", *FRAMEWORKS, external=True)
-    pytest(session, python, "tests/docs")
+    pytest(session, python, "-n", "2", "tests/docs")
 
 
 @nox.session(python=False)

@@ -61,7 +61,7 @@ def test_a_platform_runs_here_if_one_of_its_implementations_is_for_this_device(r
         (["--ejkernel-full"], EXTENTS["full"]),
         (["--ejkernel-quick"], Extent(every_dtype=False)),
         (["--ejkernel-sample=5"], Extent(cases=5, interpreted_cases=5)),
-        (["--extent=quick", "--ejkernel-sample=1"], Extent(every_dtype=False, tests=2)),
+        (["--extent=quick", "--ejkernel-sample=1"], Extent(every_dtype=False, tests=4)),
     ],
 )
 def test_deprecated_options_still_work(pytester, options, wanted):

@@ -29,7 +29,7 @@ class Extent:
 
 
 EXTENTS = {
-    "quick": Extent(cases=6, interpreted_cases=16, every_dtype=False, tests=2),
+    "quick": Extent(cases=12, interpreted_cases=32, every_dtype=False, tests=4),
     "standard": Extent(),
     "full": Extent(lowered=None),
 }
