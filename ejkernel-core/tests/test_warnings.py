@@ -123,6 +123,7 @@ def test_one_query_at_the_first_key(seen):
         {"causal_alignment": "bottom_right"},
         {"mask_info": ejkernel.MaskInfo(causal_offset=3)},
         {"mask_info": ejkernel.MaskInfo(query_positions=np.array([[3]]))},
+        {"mask_info": ejkernel.MaskInfo(causal=True, prefix=3), "causal": False},
         {"causal": False},
     ],
     ids=str,

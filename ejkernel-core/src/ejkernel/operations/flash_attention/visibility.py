@@ -135,7 +135,7 @@ class Visibility:
     def _warn_of_one_query(self, queries: Any, keys: Any) -> None:
         """A query that decodes is the newest token, but stands at position 0 unless something says otherwise."""
         placed = self.query_offset or self.query_positions is not None or self.key_positions is not None
-        if self.causal and not placed and queries == 1 and keys not in (0, 1):
+        if self.causal and self.prefix is None and not placed and queries == 1 and keys not in (0, 1):
             sees = f"with causal=True the one query sees the first of {keys} keys alone"
             remedy = (
                 "causal_alignment='bottom_right' (of flash_attention) puts it at the last key; 'top_left' says this is meant"
