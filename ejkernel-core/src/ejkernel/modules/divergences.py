@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.compositions import mesh as _mesh
 from ejkernel.compositions.axes import Axes
@@ -45,6 +46,7 @@ class KLDivergenceOutput(NamedTuple):
     weight_sum: t.Loss
 
 
+@public()
 def fused_kl_divergence(
     student_logits: t.Logits | None = None,
     teacher_logits: t.Logits | None = None,

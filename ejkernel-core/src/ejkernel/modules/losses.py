@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.compositions import mesh as _mesh
 from ejkernel.compositions.axes import Axes, as_axes, axis_size
@@ -49,6 +50,7 @@ class CrossEntropyOutput(NamedTuple):
     weight_sum: t.Loss
 
 
+@public()
 def fused_cross_entropy(
     logits: t.Logits | None = None,
     targets: t.Targets | t.SoftTargets | None = None,
@@ -152,6 +154,7 @@ def fused_cross_entropy(
     return _over_mesh(_cross_entropy, arrays, options, _ARRAYS, *fixed, result_specs)
 
 
+@public()
 def token_logprobs(
     hidden: t.Hidden | None = None,
     lm_head_weight: t.Head | None = None,
