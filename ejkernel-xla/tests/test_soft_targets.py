@@ -141,7 +141,11 @@ SOFT_REFUSED = {
         ValueError,
         r"targets: got shape .*\[..., V\], or integer",
     ),
-    "complex targets": (lambda: cross_entropy(X, L.astype(complex)), TypeError, "targets: got dtype complex.*, expected integers, or"),
+    "complex targets": (
+        lambda: cross_entropy(X, L.astype(complex)),
+        TypeError,
+        "targets: got dtype complex.*, expected integers, or",
+    ),
     "ignore_index": (
         lambda: cross_entropy(X, SOFT, ignore_index=0),
         ValueError,

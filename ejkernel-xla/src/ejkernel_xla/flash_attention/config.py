@@ -18,6 +18,10 @@ _SMALL_SCORES = 2**22
 """Up to this many scores a single tile in the forward phase costs little time and saves the compilation of a loop."""
 
 
+_VECTOR = 16
+"""float32 numbers of the widest vector of a CPU: a tile that is a multiple of it leaves no partly filled one."""
+
+
 @dataclasses.dataclass(frozen=True)
 class FlashAttentionConfig:
     """Tile sizes, clipped to the sequence lengths.
@@ -39,7 +43,7 @@ class FlashAttentionConfig:
 
 
 def heuristic(call: FlashAttentionCall, target: Target) -> FlashAttentionConfig:
-    """One tile of all heads should stay in cache; short problems should compile fast."""
+    """One tile of all heads should stay in cache; short problems should compile fast; on a CPU no tile computes much twice."""
     batch, queries, heads, _ = call.query.shape
     keys = call.key.shape[1]
     if target.backend != "cpu":
@@ -48,10 +52,23 @@ def heuristic(call: FlashAttentionCall, target: Target) -> FlashAttentionConfig:
     while block > 128 and batch * heads * block * block > _CACHED_SCORES:
         block //= 2
     if max(queries, keys) <= 512 and batch * heads * queries * keys <= _SMALL_SCORES:
-        return FlashAttentionConfig(512, 512, 128, 512)
+        return FlashAttentionConfig(512, 512, _even(queries, 128), 512)
     narrow = call.window_width is not None and call.window_width <= _NARROW_WINDOW
     backward = min(block, 128) if narrow else block
-    return FlashAttentionConfig(block, block, backward, backward)
+    return FlashAttentionConfig(*(_even(length, size) for size in (block, backward) for length in (queries, keys)))
+
+
+def _even(length: int, block: int) -> int:
+    """The smallest tile that covers a length in as many tiles as `block` does; `block` itself where that is hardly smaller.
+
+    A last tile that would pass the end starts earlier and computes again what the one before it has computed: 640 in tiles of
+    512 would be the work of 1024.
+    """
+    if length <= block:
+        return block
+    tiles = -(-length // block)
+    even = -(-length // (tiles * _VECTOR)) * _VECTOR
+    return even if even <= block - block // 16 else block
 
 
 def search_space(call: FlashAttentionCall, target: Target) -> Sequence[FlashAttentionConfig]:
