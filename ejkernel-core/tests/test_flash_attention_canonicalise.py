@@ -14,6 +14,7 @@ from ejkernel.errors import EjkernelWarning
 from ejkernel.operations.flash_attention import bind, dropout
 from ejkernel.operations.flash_attention.interface import OPERATION
 from ejkernel.operations.flash_attention.pairs import count_pairs, visible
+from ejkernel.utils import warn_once as _warn
 
 
 @jax.tree_util.register_dataclass
@@ -335,7 +336,7 @@ def test_dropped_share_matches_the_rate():
 
 
 def test_missing_seed_warns_once(monkeypatch):
-    monkeypatch.setattr(bind, "_warned_of_fixed_seed", False)
+    monkeypatch.setattr(_warn, "_said", set())
     with pytest.warns(EjkernelWarning, match="drops the same entries at every call"):
         streams = OPERATION.canonicalise(**arrays(), dropout_prob=0.5).inputs.dropout_streams
     with warnings.catch_warnings():

@@ -17,7 +17,7 @@ import ejkernel
 ROOT = Path(ejkernel.__file__).parent
 
 LAYERS = (
-    ("_version", "errors", "plugin", "targets", "typing"),
+    ("_notebook", "_version", "errors", "plugin", "targets", "typing"),
     ("callib", "logging_utils", "loggings", "masks", "packing", "quantization", "types", "utils", "xla_utils"),
     ("_plugins",),
     ("call",),

@@ -260,7 +260,7 @@ def test_shard_map_checks_varying_axes():
     def gradients(query, bias, sinks, segments):
         def loss(query, bias, sinks):
             options = {"mask_info": ejkernel.MaskInfo.from_segments(segments), "causal": True, "platform": "pallas"}
-            out = ejkernel.flash_attention(query, query, query, bias, softmax_aux=sinks, **options)
+            out = ejkernel.flash_attention(query, query, query, bias=bias, softmax_aux=sinks, **options)
             return out.astype(jnp.float32).sum()
 
         return jax.grad(loss, (0, 1, 2))(query, bias, sinks)

@@ -80,7 +80,7 @@ def ring(segments, sinks=None, **options):
             query,
             key,
             value,
-            sinks,
+            softmax_aux=sinks,
             mask_info=info.get("segments"),
             axis_name="sp",
             return_lse=True,

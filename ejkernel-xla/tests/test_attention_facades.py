@@ -56,7 +56,7 @@ def test_flash_attention_output_lse_and_gradients():
     outputs, gradients = exact(q, k, v, bias=bias, softmax_aux=sinks, grad=grad, **options)
 
     def run(q, k, v, bias, sinks):
-        return flash_attention(q, k, v, bias, None, None, sinks, return_lse=True, **options)
+        return flash_attention(q, k, v, bias=bias, softmax_aux=sinks, return_lse=True, **options)
 
     (out, lse), pull = jax.vjp(run, q, k, v, bias, sinks)
     np.testing.assert_allclose(out, outputs.out, **CLOSE)
@@ -79,7 +79,7 @@ def test_mask_info_bias_and_causal_hold_together():
         & np.tril(np.ones((1, 1, 10, 10), bool))
     )
     expected = exact(q, k, v, bias=bias, mask=seen).out
-    np.testing.assert_allclose(flash_attention(q, k, v, bias, mask_info=info, causal=True), expected, **CLOSE)
+    np.testing.assert_allclose(flash_attention(q, k, v, bias=bias, mask_info=info, causal=True), expected, **CLOSE)
     assert (np.asarray(expected)[:, 8:] == 0).all()
 
 
@@ -129,7 +129,7 @@ def test_low_precision_keeps_its_dtype():
 
 def test_block_tables_are_refused():
     with pytest.raises(ValueError, match=r"block_tables: got a page table, expected None; .* unified_attention takes pages"):
-        flash_attention(*qkv(), None, None, None, None, np.zeros((2, 2), np.int32))
+        flash_attention(*qkv(), block_tables=np.zeros((2, 2), np.int32))
 
 
 @pytest.mark.parametrize(("change", "text"), [
@@ -201,7 +201,7 @@ def test_packed_under_jit_and_grad():
     @jax.jit
     def gradients(q, k, v, cu_q, cu_k):
         def loss(*a):
-            return (flash_attn_varlen(*a, cu_q, cu_k, 8, 7, True, causal_alignment="bottom_right") * grad).sum()
+            return (flash_attn_varlen(*a, cu_q, cu_k, 8, 7, causal=True, causal_alignment="bottom_right") * grad).sum()
 
         return jax.grad(loss, (0, 1, 2))(q, k, v)
 
@@ -255,14 +255,14 @@ def test_flash_attention_takes_packed_sequences(axes):
     expected, _ = one_by_one(q, k, v, cu_q, cu_k, softmax_aux=sinks, causal=True)
     expected = expected if axes == 3 else expected[None]
     inputs = (q, k, v) if axes == 3 else (q[None], k[None], v[None])
-    out = np.asarray(flash_attention(*inputs, None, cu_q, cu_k, sinks, causal=True))
+    out = np.asarray(flash_attention(*inputs, cum_seqlens_q=cu_q, cum_seqlens_k=cu_k, softmax_aux=sinks, causal=True))
     np.testing.assert_allclose(out, expected, **CLOSE)
 
 
 def test_packed_with_a_dense_mask_and_bias():
     q, k, v, cu, _ = packed_problem([5, 8], [5, 8])
     dense, bias = normal(13, 13, seed=4) > -0.3, normal(13, 13, seed=5)
-    out = flash_attention(q, k, v, bias, cu, mask_info=MaskInfo(dense=dense[None, None], causal=True))
+    out = flash_attention(q, k, v, bias=bias, cum_seqlens_q=cu, mask_info=MaskInfo(dense=dense[None, None], causal=True))
     blocks = np.zeros((13, 13), bool)
     blocks[:5, :5] = blocks[5:, 5:] = True
     expected = exact(q[None], k[None], v[None], bias=bias, mask=dense & blocks, causal=True).out[0]
@@ -341,8 +341,9 @@ def test_sdpa_refuses_words_that_do_not_fit():
     with pytest.raises(ejkernel.NoKernelError, match="cudnn"):
         ejkernel.scaled_dot_product_attention(q, k, v, implementation="cudnn")
     with pytest.raises(ValueError, match=r"bias: got shape \(1, 3, 12, 12\), expected \[B or 1"):
-        sdpa(q, k, v, np.zeros((3, 12, 12), np.float32))
-    np.testing.assert_array_equal(sdpa(q, k, v, init_bias=lambda: jnp.ones((4, 12, 12))), sdpa(q, k, v, jnp.ones((4, 12, 12))))
+        sdpa(q, k, v, bias=np.zeros((3, 12, 12), np.float32))
+    made = sdpa(q, k, v, init_bias=lambda: jnp.ones((4, 12, 12)))
+    np.testing.assert_array_equal(made, sdpa(q, k, v, bias=jnp.ones((4, 12, 12))))
 
 
 def test_sdpa_without_batch_and_with_both_names():
@@ -357,13 +358,14 @@ def test_sdpa_without_batch_and_with_both_names():
 def test_sdpa_takes_packed_sequences():
     q, k, v, cu_q, cu_k = packed_problem([3, 8], [7, 4])
     expected, _ = one_by_one(q, k, v, cu_q, cu_k, causal=True)
-    np.testing.assert_allclose(sdpa(q, k, v, None, cu_q, cu_k, causal=True), expected, **CLOSE)
+    np.testing.assert_allclose(sdpa(q, k, v, cum_seqlens_q=cu_q, cum_seqlens_k=cu_k, causal=True), expected, **CLOSE)
     with pytest.raises(ValueError, match="packed sequences beside a mask or lengths"):
-        sdpa(q, k, v, None, cu_q, cu_k, mask=np.ones((1, 1), bool))
+        sdpa(q, k, v, cum_seqlens_q=cu_q, cum_seqlens_k=cu_k, mask=np.ones((1, 1), bool))
 
 
 def test_a_mask_in_the_place_of_lengths_is_refused():
-    with pytest.raises(TypeError, match=r"cum_seqlens_q: got dtype bool, .* masks are passed by keyword"):
+    refused = pytest.raises(TypeError, match=r"cum_seqlens_q: got dtype bool, .* masks are passed by keyword")
+    with pytest.warns(DeprecationWarning, match="pass cum_seqlens_q= by name"), refused:
         sdpa(*qkv(), None, np.ones((1, 1, 12, 12), bool))
 
 
@@ -385,7 +387,7 @@ def dense_weights(q, k, *, bias=0.0, seen=True, cap=None, sinks=None, scale=None
 def test_attention_weights_and_output():
     q, k, v = qkv(9, 11, value_size=5)
     bias, sinks = normal(1, 4, 9, 11), normal(4)
-    out, weights = attention(q, k, v, bias, None, sinks, causal=True, logits_soft_cap=3.0)
+    out, weights = attention(q, k, v, bias=bias, softmax_aux=sinks, causal=True, logits_soft_cap=3.0)
     expected = dense_weights(q, k, bias=bias, seen=np.tril(np.ones((9, 11), bool)), cap=3.0, sinks=sinks)
     np.testing.assert_allclose(weights, expected, **CLOSE)
     np.testing.assert_allclose(out, exact(q, k, v, bias=bias, softmax_aux=sinks, causal=True, logits_soft_cap=3.0).out, **CLOSE)
@@ -401,7 +403,7 @@ def test_attention_weights_are_differentiable():
     def loss(weights_of):
         return lambda q, k, bias, sinks: (weights_of(q, k, bias, sinks) * grad).sum()
 
-    got = loss(lambda q, k, bias, sinks: attention(q, k, v, bias, None, sinks, mask_info=MaskInfo(dense=seen))[1])
+    got = loss(lambda q, k, bias, sinks: attention(q, k, v, bias=bias, softmax_aux=sinks, mask_info=MaskInfo(dense=seen))[1])
     wanted = loss(lambda q, k, bias, sinks: dense_weights(q, k, bias=bias, seen=seen, sinks=sinks))
     arguments = (q, k, bias, sinks)
     for one, other in zip(*(jax.jit(jax.grad(f, (0, 1, 2, 3)))(*arguments) for f in (got, wanted)), strict=True):
@@ -415,7 +417,7 @@ def test_attention_with_infinite_bias_and_nan_under_the_mask():
     seen = np.ones((1, 1, 6, 6), bool)
     seen[..., 4] = False
     bias[..., 4] = np.nan
-    weights, pull = jax.vjp(lambda q, bias: attention(q, k, v, bias, mask_info=MaskInfo(dense=seen))[1], q, bias)
+    weights, pull = jax.vjp(lambda q, bias: attention(q, k, v, bias=bias, mask_info=MaskInfo(dense=seen))[1], q, bias)
     assert (np.asarray(weights)[:, :, 2] == 0).all()
     assert (np.asarray(weights)[..., 4] == 0).all()
     np.testing.assert_allclose(np.asarray(weights).sum(-1), np.broadcast_to([1, 1, 0, 1, 1, 1], (2, 2, 6)), rtol=1e-5)
@@ -424,7 +426,7 @@ def test_attention_with_infinite_bias_and_nan_under_the_mask():
 
 def test_attention_dropout_is_in_the_weights_and_off_by_default():
     q, k, v = qkv(16)
-    run = functools.partial(attention, q, k, v, None, jax.random.key(2), dropout_prob=0.5)
+    run = functools.partial(attention, q, k, v, dropout_rng=jax.random.key(2), dropout_prob=0.5)
     out, weights = run(deterministic=False)
     values = np.repeat(v, 2, axis=2)
     np.testing.assert_allclose(out, np.einsum("bhts,bshv->bthv", weights, values), rtol=1e-4, atol=1e-5)
@@ -441,7 +443,7 @@ def test_attention_keeps_the_dtype_unless_asked():
 def test_attention_init_bias():
     q, k, v = qkv(5)
     bias = normal(1, 1, 5, 5)
-    np.testing.assert_array_equal(attention(q, k, v, init_bias=lambda: bias)[0], attention(q, k, v, bias)[0])
+    np.testing.assert_array_equal(attention(q, k, v, init_bias=lambda: bias)[0], attention(q, k, v, bias=bias)[0])
 
 
 # Class APIs, explain, mesh
@@ -490,7 +492,9 @@ def test_mesh_gives_the_unsharded_result_and_gradients(mesh):
 
     def loss(sharded):
         extra = {"mesh": mesh, "in_specs": in_specs, "out_specs": SPEC} if sharded else {}
-        return lambda q, k, v, bias, sinks: (flash_attention(q, k, v, bias, None, None, sinks, **options, **extra) ** 2).sum()
+        return lambda q, k, v, bias, sinks: (
+            flash_attention(q, k, v, bias=bias, softmax_aux=sinks, **options, **extra) ** 2
+        ).sum()
 
     arguments = (q, k, v, bias, sinks)
     got, wanted = (jax.jit(jax.value_and_grad(loss(sharded), (0, 1, 2, 3, 4)))(*arguments) for sharded in (True, False))

@@ -51,7 +51,9 @@ def test_as_gathered_keys(length: int, counted: str, options: dict[str, Any]):
     info = None if counted == "cumulative" else MaskInfo(key_lengths=LENGTHS)
     cumulative = None if counted == "lengths" else COUNTED
     run = jax.jit(
-        lambda *given: ejkernel.flash_attention(*given, None, None, cumulative, None, TABLES, mask_info=info, **options)
+        lambda *given: ejkernel.flash_attention(
+            *given, cum_seqlens_k=cumulative, block_tables=TABLES, mask_info=info, **options
+        )
     )
     # a window alone, one that ends at the query, is causal; dense windows count from the first key, so they are said causal
     same = {**options, **({"causal": True} if "sliding_window" in options else {})}
@@ -96,7 +98,9 @@ def test_packed_queries(axes: int):
     tokens = jnp.concatenate([query[0], query[1], query[2], query[0]])  # [4, H, D]: 1, 2 and 1 of the rows
     starts = jnp.array([0, 1, 3, 4])
     given = tokens if axes == 3 else tokens[None]
-    out = ejkernel.flash_attention(given, key, value, None, starts, COUNTED, None, TABLES, causal=True)
+    out = ejkernel.flash_attention(
+        given, key, value, cum_seqlens_q=starts, cum_seqlens_k=COUNTED, block_tables=TABLES, causal=True
+    )
     wanted = ejkernel.unified_attention(tokens, key, value, LENGTHS, TABLES, starts)
     assert out.shape == given.shape
     np.testing.assert_allclose(out.reshape(wanted.shape), wanted, atol=1e-6)
@@ -108,16 +112,16 @@ def test_over_a_mesh_rows_and_heads_are_split():
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     pages = P(None, None, "tp", None)
     sinks = jnp.arange(4.0)
-    given = (query, key, value, None, None, jnp.array([0, 6, 15]), sinks, tables)
-    wanted = ejkernel.flash_attention(*given, causal=True)
+    given = {"query": query, "key": key, "value": value, "softmax_aux": sinks, "block_tables": tables}
+    counted = jnp.array([0, 6, 15])
+    wanted = ejkernel.flash_attention(**given, cum_seqlens_k=counted, causal=True)
     specs = (P("dp", None, "tp", None), pages, pages, None, None, None, P("tp"), P("dp", None))
     for known in (specs, specs[:7]):  # a table without a spec is split as the rows are
-        out = ejkernel.flash_attention(*given, causal=True, mesh=mesh, in_specs=known, out_specs=specs[0])
+        placed = {"mesh": mesh, "in_specs": known, "out_specs": specs[0]}
+        out = ejkernel.flash_attention(**given, cum_seqlens_k=counted, causal=True, **placed)
         np.testing.assert_allclose(out, wanted, atol=1e-6)
     info = MaskInfo(key_lengths=lengths)
-    out = ejkernel.flash_attention(
-        *given[:5], None, *given[6:], mask_info=info, causal=True, mesh=mesh, in_specs=specs, out_specs=specs[0]
-    )
+    out = ejkernel.flash_attention(**given, mask_info=info, causal=True, mesh=mesh, in_specs=specs, out_specs=specs[0])
     np.testing.assert_allclose(out, wanted, atol=1e-6)
 
 
@@ -153,5 +157,5 @@ def test_refused(options: dict[str, Any], message: str):
 def test_explained_from_shapes():
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (*arrays(2), COUNTED, TABLES)]
     query, key, value, counted, tables = shapes
-    explained = ejkernel.explain("flash_attention", query, key, value, None, None, counted, None, tables)
+    explained = ejkernel.explain("flash_attention", query, key, value, cum_seqlens_k=counted, block_tables=tables)
     assert explained.forward.operation == "paged_attention"

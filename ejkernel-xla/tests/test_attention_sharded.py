@@ -42,7 +42,7 @@ def run(info: MaskInfo, **extra):
             query,
             key,
             value,
-            bias,
+            bias=bias,
             softmax_aux=sinks,
             mask_info=info,
             dropout_prob=0.3,

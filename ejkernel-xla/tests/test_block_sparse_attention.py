@@ -118,14 +118,16 @@ def test_layout_gives_what_dense_attention_gives(kind):
     bias, sinks = jnp.asarray(np.random.default_rng(3).standard_normal((1, 4, LENGTH, LENGTH)), jnp.float32), jnp.arange(4.0)
 
     def sparse(q, k, v, sinks, bias):
-        return blocksparse_attention(q, k, v, sinks, bias, qkv_layouts=(layout,), platform="xla")
+        return blocksparse_attention(q, k, v, softmax_aux=sinks, bias=bias, qkv_layouts=(layout,), platform="xla")
 
     def full(q, k, v, sinks, bias):
         return dense(q, k, v, MaskInfo(jnp.asarray(seen)), softmax_aux=sinks, bias=bias)
 
     check_same(sparse, full, (q, k, v, sinks, bias))
     if kind != "map":
-        direct = blocksparse_attention(q, k, v, sinks, bias, **options, cfg={"q_blocksize": 32}, platform="xla")
+        direct = blocksparse_attention(
+            q, k, v, softmax_aux=sinks, bias=bias, **options, cfg={"q_blocksize": 32}, platform="xla"
+        )
         check_close("without a layout", direct, np.asarray(full(q, k, v, sinks, bias), np.float64), FORWARD["float32"])
 
 
@@ -217,7 +219,7 @@ def test_mesh(kind):
     for given in ({"mask_info": info}, {"qkv_layouts": layout}):
         run = jax.jit(
             lambda q, k, v, sinks, given=given: blocksparse_attention(
-                q, k, v, sinks, None, mesh=mesh, in_specs=(spec, spec, spec, P("tp"), P(None)), out_specs=spec, **given
+                q, k, v, softmax_aux=sinks, mesh=mesh, in_specs=(spec, spec, spec, P("tp"), P(None)), out_specs=spec, **given
             )
         )
         check_close("output", run(q, k, v, sinks), wanted, FORWARD["float32"])

@@ -240,7 +240,7 @@ def test_gated_delta_rule_is_the_operation() -> None:
         got = ejkernel.gated_delta_rule(**arrays, return_state=True, **options)
         wanted = by_reference(arrays, use_qk_l2norm=True, reverse="reverse" in options)
         assert_same(got, wanted, 5e-6)
-    plain = ejkernel.gated_delta_rule(*arrays.values(), use_qk_l2norm=False, softmax_scale=2.0)
+    plain = ejkernel.gated_delta_rule(**arrays, use_qk_l2norm=False, softmax_scale=2.0)
     assert_close(plain, by_reference(arrays, scale=2.0)[0], 5e-6)
     ids = jnp.repeat(jnp.arange(4), 5)[None]
     got = ejkernel.gated_delta_rule(**arrays, seg_ids=ids, use_qk_l2norm=False)
@@ -288,7 +288,7 @@ def test_over_a_mesh() -> None:
     for given in (arrays, {**arrays, "initial_state": None}):
         sharded = jax.jit(
             lambda given: ejkernel.gated_delta_rule(
-                *(given[name] for name in arrays),
+                **given,
                 return_state=True,
                 mesh=mesh,
                 in_specs=(tokens, tokens, tokens, heads, heads, states),

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from ejkernel_xla.block_sparse_attention.config import BlockSparseAttentionConfig
 
+pytestmark = pytest.mark.filterwarnings("ignore:causal. with causal=True the one query")
+
 
 def near_or_first(query: Any, key: Any) -> Any:
     return (abs(query - key) < 4) | (key < 2)

@@ -116,7 +116,8 @@ def test_options_reach_attention():
 
 def test_names():
     arrays = problem("joined")
-    positional = flash_mla(*(arrays.get(name) for name in ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k")))
+    with pytest.warns(DeprecationWarning, match="flash_mla: pass b_k= by name"):
+        positional = flash_mla(*(arrays.get(name) for name in ("query", "key_value", "w_kc", "w_vc", "b_q", "b_k")))
     assert (positional == flash_mla(**arrays)).all() and positional.shape == (B, T, H, V)
     assert (FlashMLA()(**arrays) == multi_head_latent_attention(**arrays)).all()
     specs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}

@@ -66,9 +66,9 @@ def test_given_blocks_counts_and_empty_rows() -> None:
     """Repeated blocks count once; blocks past the query, negative ones and those past the count name nothing."""
     indices = jnp.array([[[[0, 3, 3, -1, 90], [5, 1, 0, 2, 4]]]] * B)
     counts = jnp.array([[[4, 2]]] * B)
-    whole = jnp.broadcast_to(indices, (B, T, K, 5)), jnp.broadcast_to(counts, (B, T, K))
+    whole = {"block_indices": jnp.broadcast_to(indices, (B, T, K, 5)), "block_counts": jnp.broadcast_to(counts, (B, T, K))}
     options = {"block_size": BLOCK}
-    wanted = ejkernel.native_sparse_attention(QUERY, KEY, VALUE, None, None, *whole, **options)
+    wanted = ejkernel.native_sparse_attention(QUERY, KEY, VALUE, **whole, **options)
     for lengths in (jnp.array([23, 7]), jnp.array([0, 14])):
         got = step(lengths, (), block_indices=indices, block_counts=counts)
         for row in range(B):

@@ -220,7 +220,7 @@ def test_specs_may_name_mesh_axes_of_one_device():
     rows, keys = PartitionSpec(("dp", "fsdp"), "tp", None), PartitionSpec(("dp", "fsdp"), "sp", "tp", None)
     lengths = PartitionSpec(("dp", "fsdp"))
     specs = {"mesh": mesh, "in_specs": (rows, keys, keys, lengths, lengths, None), "out_specs": rows}
-    split = ejkernel.ragged_decode_attention(query, cache, cache, start, end, None, **specs)
+    split = ejkernel.ragged_decode_attention(query, cache, cache, start, end, **specs)
     assert np.abs(split - ejkernel.ragged_decode_attention(query, cache, cache, start, end)).max() < 1e-6
     query = query[:, None]
     rows = PartitionSpec(("dp", "fsdp"), None, "tp", None)

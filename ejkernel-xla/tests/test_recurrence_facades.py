@@ -56,35 +56,37 @@ def test_lightning_decays_count_heads_from_0() -> None:
 
 def test_retention_decays() -> None:
     gamma = np.log([1 - 2.0 ** (-5 - h) for h in range(4)])
-    check(ejkernel.retention(Q, K, V, S0, return_state=True), by_hand(Q, K, V, per_head(gamma), 3**-0.5, S0))
+    check(ejkernel.retention(Q, K, V, initial_state=S0, return_state=True), by_hand(Q, K, V, per_head(gamma), 3**-0.5, S0))
 
 
 def test_gla_gates_by_channel_or_by_head() -> None:
     wanted = by_hand(Q, K, V, np.exp(W), 3**-0.5, S0)
-    check(ejkernel.gla_attention(Q, K, V, W, initial_state=S0, return_state=True), wanted)
-    check(ejkernel.gla(Q, K, V, W, None, None, S0), wanted)
+    check(ejkernel.gla_attention(Q, K, V, g=W, initial_state=S0, return_state=True), wanted)
+    check(ejkernel.gla(Q, K, V, g=W, initial_state=S0), wanted)
     wanted = by_hand(Q, K, V, np.broadcast_to(np.exp(W[..., :1]), W.shape), 2.0)
-    check(ejkernel.gla_attention(Q, K, V, W[..., 0], softmax_scale=2.0, return_state=True), wanted)
+    check(ejkernel.gla_attention(Q, K, V, g=W[..., 0], softmax_scale=2.0, return_state=True), wanted)
 
 
 def test_recurrent_under_both_names() -> None:
     gamma = W[0, 0, :, 0]
     wanted = by_hand(Q, K, V, np.exp(W) * per_head(gamma), 3**-0.5, S0)
-    check(ejkernel.recurrent_attention(Q, K, V, None, gamma, W, None, S0, return_state=True), wanted)
-    check(ejkernel.recurrent(Q, K, V, None, W, None, S0, g_gamma=gamma), wanted)
+    check(ejkernel.recurrent_attention(Q, K, V, g_gamma=gamma, gk=W, initial_state=S0, return_state=True), wanted)
+    check(ejkernel.recurrent(Q, K, V, gk=W, initial_state=S0, g_gamma=gamma), wanted)
     check(ejkernel.recurrent(Q, K, V, gk=W, initial_state=S0, g_gamma=np.tile(gamma, (2, 1))), wanted)
-    alone = ejkernel.recurrent_attention(Q, K, V, None, gamma, W, None, S0)
+    alone = ejkernel.recurrent_attention(Q, K, V, g_gamma=gamma, gk=W, initial_state=S0)
     check_close("out", alone, wanted[0], CLOSE)
 
 
 def test_rwkv6_reads_before_it_writes() -> None:
     wanted = by_hand(Q, K, V, np.exp(W), 3**-0.5, S0, U)
-    check(ejkernel.rwkv6(Q, K, V, W, U, S0, return_state=True), wanted)
+    check(ejkernel.rwkv6(Q, K, V, W, U, initial_state=S0, return_state=True), wanted)
     assert ejkernel.rwkv6(Q, K, V, W, U).shape == (2, 6, 4, 2)
 
 
 def test_packed_states_are_per_sequence() -> None:
-    out, state = ejkernel.rwkv6(Q[:1], K[:1], V[:1], W[:1], U, S0, np.array([0, 4, 6]), softmax_scale=1.0, return_state=True)
+    out, state = ejkernel.rwkv6(
+        Q[:1], K[:1], V[:1], W[:1], U, initial_state=S0, cu_seqlens=np.array([0, 4, 6]), softmax_scale=1.0, return_state=True
+    )
     for i, tokens in enumerate((slice(0, 4), slice(4, 6))):
         wanted = by_hand(*(x[:1, tokens] for x in (Q, K, V, np.exp(W))), 1.0, S0[i : i + 1], U)
         check((out[:, tokens], state[i : i + 1]), wanted)
@@ -94,8 +96,8 @@ def test_class_forms() -> None:
     executor = ejkernel.create_default_executor()
     for form, arrays, options in (
         (ejkernel.RecurrentAttention, (Q, K, V), {}),
-        (ejkernel.GLAttention, (Q, K, V, W), {}),
-        (ejkernel.GatedLinearAttention, (Q, K, V, W), {}),
+        (ejkernel.GLAttention, (Q, K, V), {"g": W}),
+        (ejkernel.GatedLinearAttention, (Q, K, V), {"g": W}),
         (ejkernel.LightningAttention, (Q, K, V), {"layer_idx": 0, "num_layers": 2}),
         (ejkernel.Retention, (Q, K, V), {}),
         (ejkernel.RWKV6, (Q, K, V, W, U), {}),
@@ -108,12 +110,12 @@ def test_over_a_mesh(name: str) -> None:
     """Batch and heads split over 2 x 2 devices; decays that follow from the head's number are those of the whole array."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     spec, state_spec = P("data", None, "model"), P("data", "model")
-    arrays = (Q, K, V, W, None, S0) if name == "gla_attention" else (Q, K, V, S0)
+    arrays = {"initial_state": S0, **({"g": W} if name == "gla_attention" else {})}
     in_specs = (spec, spec, spec, spec, None, state_spec) if name == "gla_attention" else (spec, spec, spec, state_spec)
     options = {"return_state": True, **({"layer_idx": 1, "num_layers": 4} if name == "lightning_attention" else {})}
     function = getattr(ejkernel, name)
-    got = function(*arrays, **options, mesh=mesh, in_specs=in_specs, out_specs=(spec, state_spec))
-    for one, other in zip(got, function(*arrays, **options), strict=True):
+    got = function(Q, K, V, **arrays, **options, mesh=mesh, in_specs=in_specs, out_specs=(spec, state_spec))
+    for one, other in zip(got, function(Q, K, V, **arrays, **options), strict=True):
         check_close(name, one, other, Tolerance(2e-6, 2e-5))
 
 
@@ -147,9 +149,10 @@ def test_axes_of_one_device_split_nothing(name: str) -> None:
 def test_splits_that_would_compute_something_else_are_refused(name: str, specs: Any, message: str) -> None:
     """Each device would begin with empty states, or pair other heads."""
     rates = np.abs(W[..., 0])
-    arrays = (Q, K[:, :, :2], V[:, :, :2], *((rates if name == "gated_delta_rule" else -rates,) if len(specs) == 4 else ()))
+    fourth = {"gated_delta_rule": {"beta": rates}, "recurrent_attention": {"g": -rates}, "retention": {"initial_state": S0}}
+    arrays = {"query": Q, "key": K[:, :, :2], "value": V[:, :, :2], **(fourth[name] if len(specs) == 4 else {})}
     with pytest.raises(ValueError, match="^in_specs: got " + message):
-        getattr(ejkernel, name)(*arrays, mesh=two_by_two(), in_specs=specs, out_specs=P())
+        getattr(ejkernel, name)(**arrays, mesh=two_by_two(), in_specs=specs, out_specs=P())
 
 
 @pytest.mark.parametrize(
@@ -175,7 +178,7 @@ def test_wrong_rank_is_refused_by_name() -> None:
     ("call", "message"),
     [
         (lambda: ejkernel.recurrent_attention(Q, K, V, softmax_scale="1"), "softmax_scale: got '1', expected a number"),
-        (lambda: ejkernel.gla(Q, K, V, W.astype(int)), "g: got dtype int.*, expected a floating type"),
+        (lambda: ejkernel.gla(Q, K, V, g=W.astype(int)), "g: got dtype int.*, expected a floating type"),
         (lambda: ejkernel.rwkv6(Q, K, V, W.astype(int), U), "w: got dtype int.*, expected a floating type"),
         (lambda: ejkernel.rwkv6(Q, K, V, W, U.astype(int)), "u: got dtype int"),
         (lambda: ejkernel.rwkv6(Q, K[:, 1:], V, W, U), r"k: got shape \(2, 5, 4, 3\), expected .* as r\n"),

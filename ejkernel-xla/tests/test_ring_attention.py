@@ -49,8 +49,8 @@ def ring(devices: int, layout: str = "contiguous", **options):
             order(query),
             order(key),
             order(value),
-            sinks,
-            bias,
+            softmax_aux=sinks,
+            bias=bias,
             axis_name="sp",
             layout=layout,
             return_lse=True,
@@ -65,7 +65,9 @@ def ring(devices: int, layout: str = "contiguous", **options):
 
 def local(**options):
     def run(query, key, value, sinks, bias):
-        return ejkernel.flash_attention(query, key, value, bias, softmax_aux=sinks, return_lse=True, platform="xla", **options)
+        return ejkernel.flash_attention(
+            query, key, value, bias=bias, softmax_aux=sinks, return_lse=True, platform="xla", **options
+        )
 
     return run
 
@@ -267,11 +269,13 @@ def test_a_mesh_of_one_device_and_no_axis_are_local_attention():
     wanted = local(causal=True)(query, key, value, sinks, None)[0]
     specs = {"mesh": mesh, "in_specs": (spec, spec, spec, P("tp"), None), "out_specs": spec}
     out = jax.jit(
-        lambda *arrays: ejkernel.ring_attention(*arrays, None, causal=True, axis_name="sp", fused_backward=True, **specs)
+        lambda q, k, v, sinks: ejkernel.ring_attention(
+            q, k, v, softmax_aux=sinks, causal=True, axis_name="sp", fused_backward=True, **specs
+        )
     )(query, key, value, sinks)
     np.testing.assert_array_equal(out, wanted)
-    np.testing.assert_array_equal(ejkernel.ring_attention(query, key, value, sinks, causal=True), wanted)
-    np.testing.assert_array_equal(ejkernel.RingAttention()(query, key, value, sinks, causal=True), wanted)
+    np.testing.assert_array_equal(ejkernel.ring_attention(query, key, value, softmax_aux=sinks, causal=True), wanted)
+    np.testing.assert_array_equal(ejkernel.RingAttention()(query, key, value, softmax_aux=sinks, causal=True), wanted)
 
 
 def test_a_sequence_that_the_specs_leave_whole_is_attended_to_locally():

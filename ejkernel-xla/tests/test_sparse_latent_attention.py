@@ -41,7 +41,7 @@ def arrays() -> dict[str, jax.Array]:
 
 
 def run(arrays: dict[str, Any], **options: Any) -> jax.Array:
-    return ejkernel.deepseek_attn(*(arrays.get(name) for name in NAMES), **options)
+    return ejkernel.deepseek_attn(**arrays, **options)
 
 
 def chosen(arrays: dict[str, Any], topk: int, causal: bool) -> np.ndarray:
@@ -284,10 +284,10 @@ def test_mistakes(arrays, change, options, error, message):
 
 
 def test_class_form_and_explain(arrays):
-    form = ejkernel.create_default_executor()(ejkernel.DeepSeekAttention(), *arrays.values(), index_topk=6)
+    form = ejkernel.create_default_executor()(ejkernel.DeepSeekAttention(), **arrays, index_topk=6)
     np.testing.assert_array_equal(form, run(arrays, index_topk=6))
-    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays.values()]
-    assert ejkernel.explain("deepseek_attn", *shapes, platform="xla").forward.operation == "sparse_latent_attention"
+    shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
+    assert ejkernel.explain("deepseek_attn", **shapes, platform="xla").forward.operation == "sparse_latent_attention"
 
 
 def _temporary_bytes(length: int, config: SparseLatentAttentionConfig) -> tuple[int, int]:

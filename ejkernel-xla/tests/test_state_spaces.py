@@ -149,7 +149,7 @@ def test_rwkv4_token_by_token() -> None:
     state, outs = None, []
     for t in range(5):
         out, state = ejkernel.rwkv4(
-            made["w"], made["u"], made["k"][:, t : t + 1], made["v"][:, t : t + 1], state, return_state=True
+            made["w"], made["u"], made["k"][:, t : t + 1], made["v"][:, t : t + 1], state=state, return_state=True
         )
         outs.append(out)
     check_close("out", jnp.concatenate(outs, axis=1), whole, CLOSE)

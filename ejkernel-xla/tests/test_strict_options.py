@@ -65,7 +65,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         chunk_size=4,
     ),
     "native_sparse_attention": lambda: ejkernel.native_sparse_attention(
-        Q[:, :1], Q, Q, Q[:, :1, :, 0], block_size=2, block_counts=2, window_size=2, kv_lens=jnp.array([5])
+        Q[:, :1], Q, Q, g_cmp=Q[:, :1, :, 0], block_size=2, block_counts=2, window_size=2, kv_lens=jnp.array([5])
     ),
     "deepseek_attn": deepseek,
 }

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import operator
 import re
 import warnings
 from pathlib import Path
 
+import jax
 import pytest
 
 import ejkernel
@@ -29,6 +31,34 @@ def test_right_side_exists(call):
         inspect.signature(function).bind(*node.args, **{keyword.arg: None for keyword in node.keywords})
     else:
         importlib.import_module(call)
+
+
+JAX = [
+    pytest.param(there, call, id=there)
+    for left, here in ROWS
+    for there, call in zip(re.findall(r"`(jax\.[^`]+)`", left), re.findall(r"`([^`]+)`", here), strict=False)
+]
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize(("there", "here"), JAX)
+def test_the_left_side_of_jax_is_its_signature(there, here):
+    """Arguments on the left stand where JAX has them, and every name on the right that stands for one is JAX's."""
+    node, call = (ast.parse(text.replace(", ...", ""), mode="eval").body for text in (there, here))
+    assert isinstance(node, ast.Call) and isinstance(call, ast.Call)
+    parameters = [*inspect.signature(operator.attrgetter(ast.unparse(node.func).removeprefix("jax."))(jax)).parameters]
+    listed = [ast.unparse(argument) for argument in node.args]
+    assert listed == parameters[: len(listed)]
+    given = {ast.unparse(argument) for argument in (*call.args, *(keyword.value for keyword in call.keywords))}
+    assert given <= {*parameters}
+    assert "..." not in there or given == {*parameters}, "the row says that all options are there"
+
+
+def test_sdpa_has_the_arguments_of_jax():
+    theirs = inspect.signature(jax.nn.dot_product_attention).parameters
+    ours = inspect.signature(ejkernel.scaled_dot_product_attention).parameters
+    assert {name: one.default for name, one in theirs.items()} == {name: ours[name].default for name in theirs}
+    assert [*ours][:3] == [*theirs][:3]
 
 
 @pytest.mark.unsampled

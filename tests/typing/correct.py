@@ -78,7 +78,7 @@ out, state = ejkernel.lightning_attention(query, query, query, layer_idx=0, num_
 out = ejkernel.lightning_attention(query, query, query, layer_idx=0, num_layers=2, slopes="minimax", softmax_scale=1.0)
 out, state = ejkernel.gla(query, query, query)
 out, (matrix, vector, maximum) = ejkernel.mlstm(query, query, query, rows, rows, forget_activation="exp")
-out, state = ejkernel.mlstm(query, query, query, rows, rows, (matrix, vector, maximum), cu_seqlens=lengths)
+out, state = ejkernel.mlstm(query, query, query, rows, rows, initial_state=(matrix, vector, maximum), cu_seqlens=lengths)
 out = ejkernel.rwkv4(rows[0], rows[0], query, query)
 out, state = ejkernel.causal_conv1d(rows, rows[0], activation="silu", return_state=True)
 out, state, conv = ejkernel.state_space_v1(rows, rows, rows, rows, None, rows, act_fn=jax.nn.silu)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import difflib
+import inspect
 import re
+import warnings
 from collections.abc import Generator, Iterable
+from types import FrameType
 from typing import Any
 
 _PUBLIC: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("public argument names", default=None)
@@ -85,6 +88,27 @@ def _sentence(argument: str, got: Any, expected: str, remedy: str) -> str:
         argument = public.get(argument, argument)
         expected = re.sub(r"\w+", lambda word: public.get(word[0], word[0]), expected)
     return f"{argument}: got {got}, expected {expected}" + (f"; {remedy}" if remedy else "")
+
+
+_PASSED_OVER = ("ejkernel", "jax", "jaxlib", "contextlib", "functools", "importlib", "_frozen_importlib")
+"""Top-level packages between a caller's line and the place that warns; JAX traces in between."""
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Issue a warning that names the line of the caller: the innermost one outside ejkernel, its plugins and JAX."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_back is not None and _is_passed_over(frame):
+        frame = frame.f_back
+    assert frame is not None  # CPython has frames
+    space = frame.f_globals
+    module = space.get("__name__", "<unknown>")  # None would be silent
+    registry = space.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
+
+
+def _is_passed_over(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package in _PASSED_OVER or package.startswith("ejkernel_")
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -6,11 +6,11 @@ All is made of `FOLDERS`. Nothing is imported before it is asked for, and every 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ejkernel._plugins.catalog import FUNCTIONS
+from ejkernel.errors import warn
 from ejkernel.plugin import resolve
 from ejkernel.utils.former_paths import FormerModule, former_module, same_names
 
@@ -74,5 +74,5 @@ __all__ = [*_REGISTRY, "cuda", "pallas", "triton", "xla"]  # pyright: ignore[rep
 def __getattr__(name: str) -> Any:
     if name not in _REGISTRY:
         raise AttributeError(f"module 'ejkernel.kernels' has no attribute {name!r}")
-    warnings.warn(f"ejkernel.kernels.{name} is now ejkernel.{name}", DeprecationWarning, stacklevel=2)
+    warn(f"ejkernel.kernels.{name} is now ejkernel.{name}", DeprecationWarning)
     return resolve(_REGISTRY[name])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from ejkernel import call
+from ejkernel.errors import warn
 
 _NAMES = ("ArraySpec", "Bound", "Call", "Cost", "Request", "vary_like")
 
@@ -13,5 +13,5 @@ _NAMES = ("ArraySpec", "Bound", "Call", "Cost", "Request", "vary_like")
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module 'ejkernel.operation' has no attribute {name!r}")
-    warnings.warn(f"ejkernel.operation.{name} is now ejkernel.call.{name}", DeprecationWarning, stacklevel=2)
+    warn(f"ejkernel.operation.{name} is now ejkernel.call.{name}", DeprecationWarning)
     return getattr(call, name)

@@ -273,7 +273,7 @@ class Run:
             query,
             key,
             value,
-            bias,
+            bias=bias,
             softmax_aux=sinks,
             mask_info=mask_of(given),
             platform="triton",

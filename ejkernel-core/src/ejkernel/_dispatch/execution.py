@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ from ejkernel.call.partition import (
     vary_like,
 )
 from ejkernel.call.request import Request
-from ejkernel.errors import FallbackWarning, NoKernelError, PluginError, in_one_line
+from ejkernel.errors import FallbackWarning, NoKernelError, PluginError, in_one_line, warn
 from ejkernel.plugin import FALLBACK, FIRST_PARTY, Phase, resolve
 from ejkernel.targets import building_for
 
@@ -82,7 +81,7 @@ def _warn_of_fallback(decision: Decision) -> None:
             if key not in _warned:
                 _warned.add(key)
                 where = f"{decision.operation} ({decision.phase}) runs on {chosen.candidate.id}"
-                warnings.warn(f"{where}: {verdict.candidate.id}: {key[2]}", FallbackWarning, stacklevel=2)
+                warn(f"{where}: {verdict.candidate.id}: {key[2]}", FallbackWarning)
 
 
 def run_forward(request: Request, inputs: Any) -> Any:

@@ -16,7 +16,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @functools.cache
 def on() -> bool:
-    """Whether `EJKERNEL_TYPECHECK` asks for checks. Read once, so that without it public functions are the functions themselves."""
+    """Whether `EJKERNEL_TYPECHECK` asks for checks. Read once, so that calls cost nothing without it."""
     return is_on("EJKERNEL_TYPECHECK")
 
 
@@ -25,7 +25,6 @@ def checked(function: Function) -> Function:
     return _checking(function) if on() else function
 
 
-@functools.cache
 def _checking(function: Any) -> Any:
     """Calls the function first: its own refusals are the better sentences, and an explanation leaves it by an exception."""
     _checker()  # what is missing is said before anything runs

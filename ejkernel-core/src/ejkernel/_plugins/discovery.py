@@ -28,7 +28,7 @@ from ejkernel._plugins.claims import claims_of, ended
 from ejkernel._plugins.containment import contained, know_packages
 from ejkernel._plugins.records import PLUGIN_IMPORT_PATIENCE, PluginRecord, State
 from ejkernel._plugins.settings import is_on
-from ejkernel.errors import PluginError, PluginWarning, suggestion
+from ejkernel.errors import PluginError, PluginWarning, suggestion, warn
 from ejkernel.plugin import ENTRY_POINT_GROUP, FIRST_PARTY, Hooks, Plugin
 
 _VALUE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\s*:\s*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?")
@@ -239,4 +239,4 @@ def _complain(messages: list[str]) -> None:
     if messages and is_strict():
         raise PluginError("\n".join(messages))
     for message in messages:
-        warnings.warn(message, PluginWarning, stacklevel=5)
+        warn(message, PluginWarning)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from ejkernel._notebook import table
 from ejkernel._plugins import validation
 from ejkernel._plugins.catalog import OPERATIONS, public_function
 from ejkernel._plugins.containment import refuse_answers, refuse_plugins
@@ -47,6 +48,25 @@ class KernelRegistry:
         self._records: tuple[PluginRecord, ...] = ()
         self._candidates: dict[tuple[str, str], list[Candidate]] = {}
         self.epoch = 0
+
+    def __repr__(self) -> str:
+        lines = [f"\n  {name} ({origin}): {state}" for name, origin, state, *_ in self._rows()]
+        return f"<KernelRegistry: {len(self.list_operations())} operations{''.join(lines)}>"
+
+    def _repr_html_(self) -> str:
+        title = f"{len(self.list_operations())} operations"
+        return table(title, ("platform", "from", "state", "operations", "implementations"), self._rows())
+
+    def _rows(self) -> list[tuple[str, str, str, str, str]]:
+        """Platforms: name, who brings it, state, and how many operations and implementations it has."""
+        origins = {record.name: (f"{record.distribution} {record.version}", record.state) for record in self._records}
+        own = [c for c in self.list_implementations() if c.origin == "registered"]
+        origins = {**{candidate.platform: (candidate.distribution, "ok") for candidate in own}, **origins}
+        rows: list[tuple[str, str, str, str, str]] = []
+        for name, (origin, state) in sorted(origins.items()):
+            found = [c.implementation.operation for c in self.list_implementations() if c.platform == name]
+            rows.append((name, origin.strip(), state, str(len({*found})), str(len(found))))
+        return rows
 
     # Filling
 

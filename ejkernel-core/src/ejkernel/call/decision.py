@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import textwrap
 from typing import Any
 
+from ejkernel._notebook import table
 from ejkernel._plugins.records import Candidate
 from ejkernel.plugin import Phase
 from ejkernel.targets import Target
+
+_SHOWN, _WIDTH = 2, 120
+"""Of a summary: how many candidates that do not run, and with how much of their reasons."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,20 +86,39 @@ class Decision:
             "absent": [dict(zip(("name", "state", "reason"), row, strict=True)) for row in self.absent],
         }
 
-    def __str__(self) -> str:
-        head = f"{self.operation} {self.phase} on {self.target}: {self.chosen.id if self.chosen else 'nothing'}"
-        head += f" (by {self.setting})" if self.chosen else ""
-        if self.config is not None:
-            head += f", config {self.config} from {self.tier}"
+    @property
+    def outcome(self) -> str:
+        """What runs and who decided it, in one line."""
+        return "nothing" if self.chosen is None else f"{self.chosen.id} (by {self.setting})"
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Every candidate, and every plugin that is not usable: id, verdict, who brings it, reasons."""
         rows = [(v.candidate.id, v.verdict, _origin(v.candidate), "; ".join(v.reasons)) for v in self.verdicts]
         rows += [(name, state, "", reason) for name, state, reason in self.absent]
+        return rows or [("(no candidate)", "", "", "no plugin implements it")]
+
+    def __str__(self) -> str:
+        head = f"{self.operation} {self.phase} on {self.target}: {self.outcome}"
+        if self.config is not None:
+            head += f", config {self.config} from {self.tier}"
         passed_over = [f"  quarantined: {line}" for line in self.quarantined]
-        return "\n".join([head, *passed_over, *_aligned(rows or [("(no candidate)", "", "", "no plugin implements it")])])
+        return "\n".join([head, *passed_over, *_aligned(self.rows())])
+
+    def __repr__(self) -> str:
+        return f"<Decision: {self.operation} {self.phase} on {self.target}: {self.summary()}>"
+
+    def summary(self) -> str:
+        """The outcome, and why nothing that stands before it runs."""
+        before = itertools.takewhile(lambda one: one.verdict != "chosen", self.verdicts)
+        passed = [f"{one.candidate.id} {one.verdict}: {'; '.join(one.reasons)}" for one in before if one.reasons]
+        shown = [textwrap.shorten(line, _WIDTH, placeholder=" ...") for line in passed[:_SHOWN]]
+        more = [f"{len(passed) - _SHOWN} more"] if len(passed) > _SHOWN else []
+        return self.outcome + "".join(f"; {line}" for line in (*shown, *more))
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Both phases of one call. Prints as a table; `to_dict()` is its JSON form."""
+    """Both phases of one call. Prints as a table; `repr` is its summary and `to_dict()` its JSON form."""
 
     forward: Decision
     backward: Decision
@@ -114,6 +139,21 @@ class Explanation:
 
     def __str__(self) -> str:
         return f"{self.forward}\n{self.backward}"
+
+    def __repr__(self) -> str:
+        phases = [f"\n  {phase.phase}: {phase.summary()}" for phase in (self.forward, self.backward)]
+        return f"<Explanation: {self.forward.operation} on {self.forward.target}{''.join(phases)}>"
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            table(
+                f"{phase.operation} {phase.phase} on {phase.target}: {phase.outcome}",
+                ("implementation", "verdict", "from", "reasons"),
+                phase.rows(),
+                strong=[place for place, one in enumerate(phase.verdicts) if one.verdict == "chosen"],
+            )
+            for phase in (self.forward, self.backward)
+        )
 
 
 def describe_call(call: Any) -> dict[str, Any]:

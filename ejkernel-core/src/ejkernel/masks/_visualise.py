@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 
+from ejkernel._notebook import picture, table
 from ejkernel.errors import invalid
 from ejkernel.masks import _checks
 from ejkernel.masks._parts import Parts
+
+_SQUARES, _DRAWN = 24, 2**22
+"""Of a picture: squares on a side, and the most pairs that are looked at for it."""
 
 
 def visualise(
@@ -46,10 +51,14 @@ def _matrix(mask: np.ndarray, max_rows: int, max_cols: int) -> str:
 
 
 def _blocks(mask: np.ndarray, max_rows: int, max_cols: int) -> str:
-    rows, cols = (
-        np.array_split(np.arange(size), min(size, most)) for size, most in zip(mask.shape, (max_rows, max_cols), strict=True)
-    )
+    rows, cols = _blocks_of(mask.shape, max_rows, max_cols)
     return "\n".join("".join(_cell(mask[np.ix_(row, col)]) for col in cols) for row in rows)
+
+
+def _blocks_of(shape: tuple[int, ...], max_rows: int, max_cols: int) -> list[list[np.ndarray]]:
+    """Rows and columns in at most so many runs."""
+    most = zip(shape, (max_rows, max_cols), strict=True)
+    return [np.array_split(np.arange(size), min(size, limit)) for size, limit in most]
 
 
 def _cell(block: np.ndarray) -> str:
@@ -63,12 +72,17 @@ def _sample(size: int, most: int) -> list[int]:
 
 def summary(info: Parts) -> str:
     """The parts that were said: arrays by dtype and shape, structure by value."""
-    parts = [
-        f"{name}={_short(value)}"
-        for name in vars(info)
-        if (value := getattr(info, name)) is not None and hasattr(value, "shape")
-    ]
-    structure = {
+    return f"MaskInfo({', '.join(f'{name}={value}' for name, value in _said(info))})"
+
+
+def as_html(info: Parts) -> str:
+    """The parts as a table, and the first example's first head as a picture where it is known and not too large."""
+    parts = table("MaskInfo", ("part", "value"), _said(info))
+    return f'<div style="display:flex;gap:1em;align-items:flex-start">{_picture(info)}{parts}</div>'
+
+
+def _said(info: Parts) -> list[tuple[str, str]]:
+    unsaid = {
         "causal": False,
         "causal_offset": 0,
         "window": None,
@@ -76,8 +90,25 @@ def summary(info: Parts) -> str:
         "prefix": None,
         "sizes": (None, None, None),
     }
-    parts += [f"{name}={getattr(info, name)}" for name, unsaid in structure.items() if getattr(info, name) != unsaid]
-    return f"MaskInfo({', '.join(parts)})"
+    structure = ((name, getattr(info, name)) for name in unsaid)
+    return [
+        *((name, _short(value)) for name in vars(info) if hasattr(value := getattr(info, name), "shape")),
+        *((name, str(value)) for name, value in structure if value != unsaid[name]),
+    ]
+
+
+def _picture(info: Parts) -> str:
+    known = all(_checks.is_concrete(array) and _is_here(array) for array in jax.tree.leaves(info))
+    if not known or info.q_len is None or info.kv_len is None or not 0 < info.q_len * info.kv_len <= _DRAWN:
+        return ""
+    with jax.ensure_compile_time_eval():  # it may be shown while something else is traced
+        mask = np.asarray(info.materialize()[0, 0])
+    rows, cols = _blocks_of(mask.shape, _SQUARES, _SQUARES)
+    return picture([[float(mask[np.ix_(row, col)].mean()) for col in cols] for row in rows], summary(info))
+
+
+def _is_here(array: Any) -> bool:
+    return getattr(array, "is_fully_addressable", True)
 
 
 def _short(array: Any) -> str:

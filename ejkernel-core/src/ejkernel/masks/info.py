@@ -452,6 +452,9 @@ class MaskInfo(Spellings):
     def __repr__(self) -> str:
         return _visualise.summary(self)
 
+    def _repr_html_(self) -> str:
+        return _visualise.as_html(self)
+
 
 def _axis(name: Any) -> AxisName:
     return tuple(name) if isinstance(name, (list, tuple)) else name

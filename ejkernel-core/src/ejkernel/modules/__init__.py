@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ejkernel._pipeline import typecheck
 from ejkernel._plugins import catalog
 from ejkernel.modules._class_api import Executor, create_default_executor
 from ejkernel.modules.attention import (
@@ -263,8 +262,3 @@ __all__ = [
 
 FUNCTIONS = catalog.FUNCTIONS
 """The public functions, by the names that `explain`, `kernel_registry.get` and the command line accept."""
-
-if typecheck.on():
-    globals().update(
-        {name: typecheck.checked(globals()[name]) for name in __all__ if name in FUNCTIONS or name in catalog.HELPERS}
-    )

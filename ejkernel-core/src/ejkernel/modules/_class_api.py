@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
-from ejkernel._pipeline.typecheck import checked
+from ejkernel._pipeline.arguments import public
 from ejkernel.errors import wrong_type
 
 Function = TypeVar("Function", bound=Callable[..., Any], covariant=True)
@@ -42,7 +42,7 @@ def class_form(name: str, function: Function) -> type[Module[Function]]:
     return type(
         name,
         (Module,),
-        {"function": staticmethod(checked(function)), "__doc__": function.__doc__, "__module__": function.__module__},
+        {"function": staticmethod(function), "__doc__": function.__doc__, "__module__": function.__module__},
     )
 
 
@@ -58,6 +58,9 @@ class Executor:
             raise wrong_type("chooser", repr(chooser), "an ejkernel.ops.ConfigSelectorChain, or None")
         self.chooser = chooser
 
+    def __repr__(self) -> str:
+        return "Executor()" if self.chooser is None else f"Executor(<{type(self.chooser).__name__}>)"
+
     @overload
     def __call__(self, operation: Module[Callable[P, Result]], *args: P.args, **kwargs: P.kwargs) -> Result: ...
     @overload
@@ -70,6 +73,7 @@ class Executor:
         return operation(*args, **kwargs) if self.chooser is None else self.chooser.call(operation, *args, **kwargs)
 
 
+@public()
 def create_default_executor() -> Executor:
     """An executor that dispatches as the current settings say."""
     return Executor()

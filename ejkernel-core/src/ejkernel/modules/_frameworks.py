@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ejkernel._pipeline.arguments import REFUSED
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import MaskInfo
 
@@ -57,7 +58,7 @@ def honours_masks(function: Function) -> Function:
             args = tuple(array.astype(given["dtype"]) for array in args[:3]) + args[3:]
         return function(*args, **options)
 
-    return _with_keywords(function, call)
+    return _with_keywords(function, call, honoured=True)
 
 
 def refuses_masks(remedy: str) -> Callable[[Function], Function]:
@@ -96,7 +97,9 @@ def no_attention_function(reason: str) -> Callable[[Function], Function]:
     return decorate
 
 
-def _with_keywords(function: Function, call: Callable[[tuple[Any, ...], dict[str, Any], Mapping[str, Any]], Any]) -> Function:
+def _with_keywords(
+    function: Function, call: Callable[[tuple[Any, ...], dict[str, Any], Mapping[str, Any]], Any], *, honoured: bool = False
+) -> Function:
     """The function itself but for calls with one of the keywords that it does not have by itself."""
     signature = inspect.signature(function)
     added = {name: default for name, default in _KEYWORDS.items() if name not in signature.parameters}
@@ -111,6 +114,8 @@ def _with_keywords(function: Function, call: Callable[[tuple[Any, ...], dict[str
     keyword = inspect.Parameter.KEYWORD_ONLY
     more = [inspect.Parameter(name, keyword, default=default, annotation=Any) for name, default in added.items()]
     vars(with_keywords)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *more])
+    if not honoured:
+        vars(with_keywords)[REFUSED] = (*added,)
     return with_keywords  # pyright: ignore[reportReturnType]
 
 

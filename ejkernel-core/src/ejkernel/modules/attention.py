@@ -8,6 +8,7 @@ from typing import Literal, Unpack, overload
 import jax.numpy as jnp
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.compositions import sharded as _sharded
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
@@ -28,12 +29,12 @@ def flash_attention(
     query: t.Queries,
     key: t.Keys | t.KeyPages,
     value: t.Values | t.ValuePages,
+    *,
     bias: t.Bias | None = None,
     cum_seqlens_q: t.CumulativeLengths | None = None,
     cum_seqlens_k: t.CumulativeLengths | None = None,
     softmax_aux: t.Sinks | None = None,
     block_tables: t.BlockTables | None = None,
-    *,
     return_lse: Literal[False] = False,
     **options: Unpack[FlashAttentionOptions],
 ) -> t.Attended: ...
@@ -44,12 +45,12 @@ def flash_attention(
     query: t.Queries,
     key: t.Keys | t.KeyPages,
     value: t.Values | t.ValuePages,
+    *,
     bias: t.Bias | None = None,
     cum_seqlens_q: t.CumulativeLengths | None = None,
     cum_seqlens_k: t.CumulativeLengths | None = None,
     softmax_aux: t.Sinks | None = None,
     block_tables: t.BlockTables | None = None,
-    *,
     return_lse: Literal[True],
     **options: Unpack[FlashAttentionOptions],
 ) -> tuple[t.Attended, t.LogSumExp]: ...
@@ -60,28 +61,29 @@ def flash_attention(
     query: t.Queries,
     key: t.Keys | t.KeyPages,
     value: t.Values | t.ValuePages,
+    *,
     bias: t.Bias | None = None,
     cum_seqlens_q: t.CumulativeLengths | None = None,
     cum_seqlens_k: t.CumulativeLengths | None = None,
     softmax_aux: t.Sinks | None = None,
     block_tables: t.BlockTables | None = None,
-    *,
     return_lse: t.Flag,
     **options: Unpack[FlashAttentionOptions],
 ) -> t.Attended | tuple[t.Attended, t.LogSumExp]: ...
 
 
+@public(*_POSITIONAL[3:])
 @honours_masks
 def flash_attention(
     query: t.Queries,
     key: t.Keys | t.KeyPages,
     value: t.Values | t.ValuePages,
+    *,
     bias: t.Bias | None = None,
     cum_seqlens_q: t.CumulativeLengths | None = None,
     cum_seqlens_k: t.CumulativeLengths | None = None,
     softmax_aux: t.Sinks | None = None,
     block_tables: t.BlockTables | None = None,
-    *,
     mask_info: MaskInfo | None = None,
     softmax_scale: t.Scalar | None = None,
     dropout_prob: t.Number = 0.0,
@@ -136,7 +138,8 @@ def flash_attention(
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
         mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split. mask_info is split along.
-        in_specs: one PartitionSpec or None for each positional array, in order; bias and softmax_aux follow the query without.
+        in_specs: one PartitionSpec or None for each of query, key, value, bias, cum_seqlens_q, cum_seqlens_k, softmax_aux,
+            block_tables; bias and softmax_aux follow the query without.
         out_specs: PartitionSpec of the output, or a pair of them with `return_lse`.
 
     Returns:
@@ -224,10 +227,10 @@ def flash_attn_varlen(
     cu_seqlens_k: t.CumulativeLengths | None = None,
     max_seqlens_q: t.Count | None = None,
     max_seqlens_k: t.Count | None = None,
+    *,
     causal: t.Flag = False,
     sm_scale: t.Scalar | None = None,
     layout: t.PackedLayout = "thd",
-    *,
     return_lse: Literal[False] = False,
     **options: Unpack[VarlenOptions],
 ) -> t.PackedAttended: ...
@@ -242,10 +245,10 @@ def flash_attn_varlen(
     cu_seqlens_k: t.CumulativeLengths | None = None,
     max_seqlens_q: t.Count | None = None,
     max_seqlens_k: t.Count | None = None,
+    *,
     causal: t.Flag = False,
     sm_scale: t.Scalar | None = None,
     layout: t.PackedLayout = "thd",
-    *,
     return_lse: Literal[True],
     **options: Unpack[VarlenOptions],
 ) -> tuple[t.PackedAttended, t.PackedLogSumExp]: ...
@@ -260,15 +263,16 @@ def flash_attn_varlen(
     cu_seqlens_k: t.CumulativeLengths | None = None,
     max_seqlens_q: t.Count | None = None,
     max_seqlens_k: t.Count | None = None,
+    *,
     causal: t.Flag = False,
     sm_scale: t.Scalar | None = None,
     layout: t.PackedLayout = "thd",
-    *,
     return_lse: t.Flag,
     **options: Unpack[VarlenOptions],
 ) -> t.PackedAttended | tuple[t.PackedAttended, t.PackedLogSumExp]: ...
 
 
+@public("causal", "sm_scale", "layout")
 def flash_attn_varlen(
     q: t.PackedHeads,
     k: t.PackedHeads,
@@ -277,10 +281,10 @@ def flash_attn_varlen(
     cu_seqlens_k: t.CumulativeLengths | None = None,
     max_seqlens_q: t.Count | None = None,
     max_seqlens_k: t.Count | None = None,
+    *,
     causal: t.Flag = False,
     sm_scale: t.Scalar | None = None,
     layout: t.PackedLayout = "thd",
-    *,
     bias: t.PackedBias | None = None,
     softmax_aux: t.PackedSinks | None = None,
     mask_info: MaskInfo | None = None,
@@ -350,15 +354,16 @@ def flash_attn_varlen(
     return _FLASH_ATTENTION.invoke(arrays, options, platform=platform, cfg=cfg, form=packed)
 
 
+@public("bias", "dropout_rng", "softmax_aux")
 @no_attention_function("it returns the output and the weights")
 def attention(
     query: t.Queries,
     key: t.Keys,
     value: t.Values,
+    *,
     bias: t.Bias | None = None,
     dropout_rng: t.Seed | None = None,
     softmax_aux: t.Sinks | None = None,
-    *,
     mask_info: MaskInfo | None = None,
     deterministic: t.Flag = True,
     dropout_prob: t.Number = 0.0,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.call.traced import split_traced
 from ejkernel.compositions import sharded as _sharded
 from ejkernel.errors import invalid, wrong_type
@@ -28,14 +29,15 @@ from ejkernel.utils.checks import check_array
 _POSITIONAL = ("query", "key", "value", "softmax_aux", "bias")
 
 
+@public(*_POSITIONAL[3:])
 @no_attention_function("its arrays are [B, H, T, D]")
 def blocksparse_attention(
     query: t.HeadQueries,
     key: t.HeadKeys,
     value: t.HeadValues,
+    *,
     softmax_aux: t.Sinks | None = None,
     bias: t.Bias | None = None,
-    *,
     mask_builder: MaskBuilder | t.TileMap | None = None,
     mask_info: MaskInfo | None = None,
     qkv_layouts: BlockSparseLayout | tuple[BlockSparseLayout] | list[BlockSparseLayout] | None = None,
@@ -77,7 +79,7 @@ def blocksparse_attention(
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation; blocks need not divide the lengths.
         mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split. Masks and layouts are split along.
-        in_specs: one PartitionSpec or None for each of the five positional arrays; bias and softmax_aux follow the query without.
+        in_specs: one PartitionSpec or None for each of query, key, value, softmax_aux, bias; the last two follow the query without.
         out_specs: PartitionSpec of the output.
 
     Returns:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.collective_matmul import all_gather, invoke, reduce_scatter
 from ejkernel.modules._class_api import class_form
 
 
+@public()
 def all_gather_matmul(
     x: t.ShardedRows,
     y: t.ShardedMatrix,
@@ -50,6 +52,7 @@ def all_gather_matmul(
     return invoke(all_gather, x, y, axis_name, options, tp_size, mesh, in_specs, out_specs)
 
 
+@public()
 def reduce_scatter_matmul(
     x: t.ShardedRows,
     y: t.ShardedMatrix,

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_form
@@ -24,9 +25,9 @@ def lightning_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_state: Literal[False] = False,
     **options: Unpack[LightningOptions],
 ) -> t.SequenceOutput: ...
@@ -37,9 +38,9 @@ def lightning_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_state: Literal[True],
     **options: Unpack[LightningOptions],
 ) -> tuple[t.SequenceOutput, t.FinalState]: ...
@@ -50,22 +51,23 @@ def lightning_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_state: t.Flag,
     **options: Unpack[LightningOptions],
 ) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]: ...
 
 
+@public("initial_state", "cu_seqlens")
 @argument_names(scale="softmax_scale")
 def lightning_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     layer_idx: t.TracedCount,
     num_layers: int | np.integer,
     slopes: t.LayerSlopes = "linear",
@@ -103,7 +105,8 @@ def lightning_attention(
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
         mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
-        in_specs: with mesh, one PartitionSpec or None for each positional array; the decays follow the heads of query.
+        in_specs: with mesh, one PartitionSpec or None for each of query, key, value, initial_state, cu_seqlens; the decays follow
+            the heads of query.
         out_specs: with mesh, a PartitionSpec, or a tuple of two with return_state.
 
     Returns:
@@ -140,9 +143,9 @@ def retention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_state: Literal[False] = False,
     **options: Unpack[ShardedRecurrenceOptions],
 ) -> t.SequenceOutput: ...
@@ -153,9 +156,9 @@ def retention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_state: Literal[True],
     **options: Unpack[ShardedRecurrenceOptions],
 ) -> tuple[t.SequenceOutput, t.FinalState]: ...
@@ -166,23 +169,24 @@ def retention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_state: t.Flag,
     **options: Unpack[ShardedRecurrenceOptions],
 ) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]: ...
 
 
+@public("initial_state", "cu_seqlens")
 @argument_names(scale="softmax_scale")
 @refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def retention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     softmax_scale: t.Scalar | None = None,
     reverse: t.Flag = False,
     return_state: t.Flag = False,
@@ -208,7 +212,8 @@ def retention(
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
         mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
-        in_specs: with mesh, one PartitionSpec or None for each positional array; the decays follow the heads of query.
+        in_specs: with mesh, one PartitionSpec or None for each of query, key, value, initial_state, cu_seqlens; the decays follow
+            the heads of query.
         out_specs: with mesh, a PartitionSpec, or a tuple of two with return_state.
 
     Returns:
@@ -274,17 +279,18 @@ def _with_constant_decay(
     )
 
 
+@public("softmax_scale", "initial_state", "reverse", "cu_seqlens")
 def lightning_attn(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
     layer_idx: t.TracedCount,
     num_layers: int | np.integer,
+    *,
     softmax_scale: t.Scalar | None = None,
     initial_state: t.MatrixState | None = None,
     reverse: t.Flag = False,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     slopes: t.LayerSlopes = "linear",
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
@@ -294,8 +300,8 @@ def lightning_attn(
         query,
         key,
         value,
-        initial_state,
-        cu_seqlens,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
         layer_idx=layer_idx,
         num_layers=num_layers,
         slopes=slopes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, overload
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.errors import argument_names
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.causal_conv1d.interface import OPERATION as _CAUSAL_CONV1D
@@ -58,6 +59,7 @@ def causal_conv1d(
 ) -> t.SequenceChannelsOutput | tuple[t.SequenceChannelsOutput, t.NewConvState]: ...
 
 
+@public()
 @argument_names(segments="seg_ids")
 def causal_conv1d(
     x: t.SequenceChannels,

@@ -7,6 +7,7 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_form
@@ -21,9 +22,9 @@ def gated_delta_product(
     key: t.StepHeads,
     value: t.StepValues,
     beta: t.StepPerHead,
+    *,
     decay: t.PerHead | None = None,
     initial_state: t.MatrixState | None = None,
-    *,
     return_state: Literal[False] = False,
     **options: Unpack[DeltaProductOptions],
 ) -> t.SequenceOutput: ...
@@ -35,9 +36,9 @@ def gated_delta_product(
     key: t.StepHeads,
     value: t.StepValues,
     beta: t.StepPerHead,
+    *,
     decay: t.PerHead | None = None,
     initial_state: t.MatrixState | None = None,
-    *,
     return_state: Literal[True],
     **options: Unpack[DeltaProductOptions],
 ) -> tuple[t.SequenceOutput, t.FinalState]: ...
@@ -49,23 +50,24 @@ def gated_delta_product(
     key: t.StepHeads,
     value: t.StepValues,
     beta: t.StepPerHead,
+    *,
     decay: t.PerHead | None = None,
     initial_state: t.MatrixState | None = None,
-    *,
     return_state: t.Flag,
     **options: Unpack[DeltaProductOptions],
 ) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]: ...
 
 
+@public("decay", "initial_state")
 @argument_names(scale="softmax_scale", chunked="use_chunked", segments="seg_ids")
 def gated_delta_product(
     query: t.SequenceHeads,
     key: t.StepHeads,
     value: t.StepValues,
     beta: t.StepPerHead,
+    *,
     decay: t.PerHead | None = None,
     initial_state: t.MatrixState | None = None,
-    *,
     num_householder: int | np.integer,
     softmax_scale: t.Scalar | None = None,
     use_qk_l2norm: t.Flag = True,

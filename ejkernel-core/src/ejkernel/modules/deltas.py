@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, Unpack, overload
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_form
@@ -20,9 +21,9 @@ def gated_delta_rule(
     key: t.SequenceHeads,
     value: t.SequenceValues,
     beta: t.PerHead,
+    *,
     decay: t.PerHead | None = None,
     initial_state: t.MatrixState | None = None,
-    *,
     return_state: Literal[False] = False,
     **options: Unpack[DeltaOptions],
 ) -> t.SequenceOutput: ...
@@ -34,9 +35,9 @@ def gated_delta_rule(
     key: t.SequenceHeads,
     value: t.SequenceValues,
     beta: t.PerHead,
+    *,
     decay: t.PerHead | None = None,
     initial_state: t.MatrixState | None = None,
-    *,
     return_state: Literal[True],
     **options: Unpack[DeltaOptions],
 ) -> tuple[t.SequenceOutput, t.FinalState]: ...
@@ -48,22 +49,23 @@ def gated_delta_rule(
     key: t.SequenceHeads,
     value: t.SequenceValues,
     beta: t.PerHead,
+    *,
     decay: t.PerHead | None = None,
     initial_state: t.MatrixState | None = None,
-    *,
     return_state: t.Flag,
     **options: Unpack[DeltaOptions],
 ) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]: ...
 
 
+@public("decay", "initial_state")
 def gated_delta_rule(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
     beta: t.PerHead,
+    *,
     decay: t.PerHead | None = None,
     initial_state: t.MatrixState | None = None,
-    *,
     softmax_scale: t.Scalar | None = None,
     use_qk_l2norm: t.Flag = True,
     use_chunked: t.Flag = True,
@@ -125,8 +127,8 @@ def gated_delta_rule(
         key,
         value,
         beta,
-        decay,
-        initial_state,
+        decay=decay,
+        initial_state=initial_state,
         softmax_scale=softmax_scale,
         use_qk_l2norm=use_qk_l2norm,
         use_chunked=use_chunked,
@@ -149,9 +151,9 @@ def kernel_delta_attention(
     key: t.SequenceHeads,
     value: t.SequenceValues,
     beta: t.PerHead,
+    *,
     decay: t.PerHeadOrChannel | None = None,
     initial_state: t.MatrixState | None = None,
-    *,
     return_state: Literal[False] = False,
     **options: Unpack[DeltaOptions],
 ) -> t.SequenceOutput: ...
@@ -163,9 +165,9 @@ def kernel_delta_attention(
     key: t.SequenceHeads,
     value: t.SequenceValues,
     beta: t.PerHead,
+    *,
     decay: t.PerHeadOrChannel | None = None,
     initial_state: t.MatrixState | None = None,
-    *,
     return_state: Literal[True],
     **options: Unpack[DeltaOptions],
 ) -> tuple[t.SequenceOutput, t.FinalState]: ...
@@ -177,23 +179,24 @@ def kernel_delta_attention(
     key: t.SequenceHeads,
     value: t.SequenceValues,
     beta: t.PerHead,
+    *,
     decay: t.PerHeadOrChannel | None = None,
     initial_state: t.MatrixState | None = None,
-    *,
     return_state: t.Flag,
     **options: Unpack[DeltaOptions],
 ) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]: ...
 
 
+@public("decay", "initial_state")
 @argument_names(scale="softmax_scale", chunked="use_chunked", segments="seg_ids")
 def kernel_delta_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
     beta: t.PerHead,
+    *,
     decay: t.PerHeadOrChannel | None = None,
     initial_state: t.MatrixState | None = None,
-    *,
     softmax_scale: t.Scalar | None = None,
     use_qk_l2norm: t.Flag = True,
     use_chunked: t.Flag = True,
@@ -253,6 +256,7 @@ def kernel_delta_attention(
     return over_mesh(delta, arrays, options, positional=tuple(arrays), dims=dims_of(decay, cu_seqlens), **specs)
 
 
+@public()
 @argument_names(scale="softmax_scale")
 def ragged_gated_delta_rule(
     query: t.TokenHeads,
@@ -356,6 +360,7 @@ def rwkv7(
 ) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]: ...
 
 
+@public()
 @argument_names(query="r", decay="w", key="k", value="v", scale="softmax_scale", chunked="use_chunked")
 def rwkv7(
     r: t.SequenceHeads,
@@ -446,6 +451,7 @@ def rwkv7_mul(
 ) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]: ...
 
 
+@public()
 @argument_names(query="r", decay="w", key="k", value="v", scale="softmax_scale", chunked="use_chunked", b="kk")
 def rwkv7_mul(
     r: t.SequenceHeads,

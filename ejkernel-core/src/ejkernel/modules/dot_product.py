@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Unpack, overload
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.compositions import sharded as _sharded
 from ejkernel.errors import invalid
 from ejkernel.masks import MaskInfo
@@ -29,10 +30,10 @@ def scaled_dot_product_attention(
     query: t.Queries,
     key: t.Keys,
     value: t.Values,
+    *,
     bias: t.DotProductBias | None = None,
     cum_seqlens_q: t.CumulativeLengths | None = None,
     cum_seqlens_k: t.CumulativeLengths | None = None,
-    *,
     return_residual: Literal[False] = False,
     **options: Unpack[DotProductOptions],
 ) -> t.Attended: ...
@@ -43,10 +44,10 @@ def scaled_dot_product_attention(
     query: t.Queries,
     key: t.Keys,
     value: t.Values,
+    *,
     bias: t.DotProductBias | None = None,
     cum_seqlens_q: t.CumulativeLengths | None = None,
     cum_seqlens_k: t.CumulativeLengths | None = None,
-    *,
     return_residual: Literal[True],
     **options: Unpack[DotProductOptions],
 ) -> tuple[t.Attended, t.LogSumExp]: ...
@@ -57,24 +58,25 @@ def scaled_dot_product_attention(
     query: t.Queries,
     key: t.Keys,
     value: t.Values,
+    *,
     bias: t.DotProductBias | None = None,
     cum_seqlens_q: t.CumulativeLengths | None = None,
     cum_seqlens_k: t.CumulativeLengths | None = None,
-    *,
     return_residual: t.Flag,
     **options: Unpack[DotProductOptions],
 ) -> t.Attended | tuple[t.Attended, t.LogSumExp]: ...
 
 
+@public(*_POSITIONAL[3:])
 @refuses_masks("use flash_attention")
 def scaled_dot_product_attention(
     query: t.Queries,
     key: t.Keys,
     value: t.Values,
+    *,
     bias: t.DotProductBias | None = None,
     cum_seqlens_q: t.CumulativeLengths | None = None,
     cum_seqlens_k: t.CumulativeLengths | None = None,
-    *,
     mask: t.DotProductMask | None = None,
     mask_info: MaskInfo | None = None,
     scale: t.Scalar | None = None,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.call.partition import entries_of, explicit_mesh_of, placed_on
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid
@@ -22,14 +23,15 @@ from ejkernel.utils.checks import check_array, check_compute, check_shape
 from ejkernel.utils.dtypes import accumulator, common_dtype
 
 
+@public("b_q", "b_k", "cu_seqlens")
 def flash_mla(
     query: t.LatentQueries,
     key_value: t.Latents,
     w_kc: t.KeyProjection,
     w_vc: t.ValueProjection,
+    *,
     b_q: t.RotaryQueries | None = None,
     b_k: t.RotaryKeys | None = None,
-    *,
     softmax_scale: t.Scalar | None = None,
     causal: t.Flag = False,
     causal_alignment: t.CausalAlignment | None = None,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from ejkernel import typing as t
 from ejkernel._dispatch.explanation import capturing
+from ejkernel._pipeline.arguments import public
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_form
@@ -21,6 +22,7 @@ from ejkernel.utils.checks import check_array, check_compute, check_shape
 _LANES = 128
 
 
+@public()
 def multi_latent_ragged_page_attention(
     queries_nope: t.LatentTokenQueries,
     queries_pe: t.RotaryTokenQueries,
@@ -119,6 +121,7 @@ def multi_latent_ragged_page_attention(
     return out, updated
 
 
+@public()
 def multi_latent_ragged_page_attention_v2(
     queries_nope: t.LatentTokenQueries,
     queries_pe: t.RotaryTokenQueries,

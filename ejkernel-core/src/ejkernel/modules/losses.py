@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.compositions import mesh as _mesh
 from ejkernel.compositions.axes import Axes, as_axes, axis_size
@@ -58,6 +59,7 @@ class CrossEntropyOutput(NamedTuple):
     weight_sum: t.Loss
 
 
+@public()
 def fused_cross_entropy(
     logits: t.Logits | None = None,
     targets: t.Targets | t.SoftTargets | None = None,
@@ -347,6 +349,7 @@ class KLDivergenceOutput(NamedTuple):
     weight_sum: t.Loss
 
 
+@public()
 def fused_kl_divergence(
     student_logits: t.Logits | None = None,
     teacher_logits: t.Logits | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.grouped_matmul.interface import OPERATION as _GROUPED_MATMUL
@@ -13,6 +14,7 @@ from ejkernel.operations.quantized_matmul.interface import OPERATION as _QUANTIZ
 _TPU_PATHS = ("hybrid", "packed", "predecode")
 
 
+@public()
 def grouped_matmul(
     lhs: t.LhsRows,
     rhs: t.GroupMatrices,
@@ -84,6 +86,7 @@ def grouped_matmul(
     )
 
 
+@public()
 def quantized_matmul(
     x: t.BatchedRows,
     w: t.QuantizedWeights,

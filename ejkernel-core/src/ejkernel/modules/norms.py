@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
@@ -22,6 +23,7 @@ from ejkernel.utils.checks import check_compute, check_shape
 Activation = Callable[[jax.Array], jax.Array]
 
 
+@public()
 def rms_norm(
     x: t.Rows,
     scale: t.RowScale | None = None,
@@ -63,6 +65,7 @@ def rms_norm(
     )
 
 
+@public()
 def layer_norm(
     x: t.Rows,
     scale: t.RowScale | None = None,
@@ -104,6 +107,7 @@ def layer_norm(
     )
 
 
+@public()
 def fused_add_rms_norm(
     x: t.Rows,
     residual: t.Rows,
@@ -148,6 +152,7 @@ def fused_add_rms_norm(
     )
 
 
+@public()
 def gated_rms_norm(
     x: t.Rows,
     gate: t.Rows,

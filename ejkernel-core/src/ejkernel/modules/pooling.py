@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid, wrong_type
@@ -17,6 +18,7 @@ from ejkernel.operations.mean_pooling.interface import OPERATION as _MEAN_POOLIN
 from ejkernel.utils.checks import check_array, check_compute, check_shape
 
 
+@public()
 def mean_pooling(
     x: t.Pooled,
     cu_seqlens: t.CumulativeLengths | None = None,

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.softmax.interface import OPERATION as _SOFTMAX
 
 
+@public()
 def softmax(
     x: t.Rows,
     axis: t.Axis | None = -1,

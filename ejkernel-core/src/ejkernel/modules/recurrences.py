@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, Unpack, overload
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names
 from ejkernel.modules._class_api import class_form
@@ -20,13 +21,13 @@ def recurrent_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     g: t.PerHead | None = None,
     g_gamma: t.ConstantDecay | None = None,
     gk: t.SequenceHeads | None = None,
     gv: t.SequenceValues | None = None,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_state: Literal[False] = False,
     **options: Unpack[ShardedRecurrenceOptions],
 ) -> t.SequenceOutput: ...
@@ -37,13 +38,13 @@ def recurrent_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     g: t.PerHead | None = None,
     g_gamma: t.ConstantDecay | None = None,
     gk: t.SequenceHeads | None = None,
     gv: t.SequenceValues | None = None,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_state: Literal[True],
     **options: Unpack[ShardedRecurrenceOptions],
 ) -> tuple[t.SequenceOutput, t.FinalState]: ...
@@ -54,31 +55,32 @@ def recurrent_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     g: t.PerHead | None = None,
     g_gamma: t.ConstantDecay | None = None,
     gk: t.SequenceHeads | None = None,
     gv: t.SequenceValues | None = None,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_state: t.Flag,
     **options: Unpack[ShardedRecurrenceOptions],
 ) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]: ...
 
 
+@public("g", "g_gamma", "gk", "gv", "initial_state", "cu_seqlens")
 @argument_names(scale="softmax_scale")
 @refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def recurrent_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     g: t.PerHead | None = None,
     g_gamma: t.ConstantDecay | None = None,
     gk: t.SequenceHeads | None = None,
     gv: t.SequenceValues | None = None,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     softmax_scale: t.Scalar | None = None,
     reverse: t.Flag = False,
     return_state: t.Flag = False,
@@ -113,7 +115,8 @@ def recurrent_attention(
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
         mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
-        in_specs: with mesh, one PartitionSpec or None for each positional array.
+        in_specs: with mesh, one PartitionSpec or None for each of query, key, value, g, g_gamma, gk, gv, initial_state,
+            cu_seqlens.
         out_specs: with mesh, a PartitionSpec, or a tuple of two with return_state.
 
     Returns:
@@ -155,11 +158,11 @@ def gla_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     g: t.PerHeadOrChannel | None = None,
     g_gamma: t.ConstantDecay | None = None,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_state: Literal[False] = False,
     **options: Unpack[ShardedRecurrenceOptions],
 ) -> t.SequenceOutput: ...
@@ -170,11 +173,11 @@ def gla_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     g: t.PerHeadOrChannel | None = None,
     g_gamma: t.ConstantDecay | None = None,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_state: Literal[True],
     **options: Unpack[ShardedRecurrenceOptions],
 ) -> tuple[t.SequenceOutput, t.FinalState]: ...
@@ -185,27 +188,28 @@ def gla_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     g: t.PerHeadOrChannel | None = None,
     g_gamma: t.ConstantDecay | None = None,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_state: t.Flag,
     **options: Unpack[ShardedRecurrenceOptions],
 ) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]: ...
 
 
+@public("g", "g_gamma", "initial_state", "cu_seqlens")
 @argument_names(scale="softmax_scale", gk="g")
 @refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def gla_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     g: t.PerHeadOrChannel | None = None,
     g_gamma: t.ConstantDecay | None = None,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     softmax_scale: t.Scalar | None = None,
     reverse: t.Flag = False,
     return_state: t.Flag = False,
@@ -232,7 +236,7 @@ def gla_attention(
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
         mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
-        in_specs: with mesh, one PartitionSpec or None for each positional array.
+        in_specs: with mesh, one PartitionSpec or None for each of query, key, value, g, g_gamma, initial_state, cu_seqlens.
         out_specs: with mesh, a PartitionSpec, or a tuple of two with return_state.
 
     Returns:
@@ -275,9 +279,9 @@ def rwkv6(
     v: t.SequenceValues,
     w: t.SequenceHeads,
     u: t.Bonus,
+    *,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_state: Literal[False] = False,
     **options: Unpack[RecurrenceOptions],
 ) -> t.SequenceOutput: ...
@@ -290,9 +294,9 @@ def rwkv6(
     v: t.SequenceValues,
     w: t.SequenceHeads,
     u: t.Bonus,
+    *,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_state: Literal[True],
     **options: Unpack[RecurrenceOptions],
 ) -> tuple[t.SequenceOutput, t.FinalState]: ...
@@ -305,14 +309,15 @@ def rwkv6(
     v: t.SequenceValues,
     w: t.SequenceHeads,
     u: t.Bonus,
+    *,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_state: t.Flag,
     **options: Unpack[RecurrenceOptions],
 ) -> t.SequenceOutput | tuple[t.SequenceOutput, t.FinalState]: ...
 
 
+@public("initial_state", "cu_seqlens")
 @argument_names(query="r", key="k", value="v", gk="w", bonus="u", scale="softmax_scale")
 def rwkv6(
     r: t.SequenceHeads,
@@ -320,9 +325,9 @@ def rwkv6(
     v: t.SequenceValues,
     w: t.SequenceHeads,
     u: t.Bonus,
+    *,
     initial_state: t.MatrixState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     softmax_scale: t.Scalar | None = None,
     reverse: t.Flag = False,
     return_state: t.Flag = False,
@@ -373,16 +378,17 @@ def rwkv6(
     )
 
 
+@public("g", "gk", "gv", "initial_state")
 @no_attention_function("it returns the output and the state")
 def recurrent(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     g: t.PerHead | None = None,
     gk: t.SequenceHeads | None = None,
     gv: t.SequenceValues | None = None,
     initial_state: t.MatrixState | None = None,
-    *,
     g_gamma: t.ConstantDecay | None = None,
     softmax_scale: t.Scalar | None = None,
     reverse: t.Flag = False,
@@ -395,12 +401,12 @@ def recurrent(
         query,
         key,
         value,
-        g,
-        g_gamma,
-        gk,
-        gv,
-        initial_state,
-        cu_seqlens,
+        g=g,
+        g_gamma=g_gamma,
+        gk=gk,
+        gv=gv,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
         softmax_scale=softmax_scale,
         reverse=reverse,
         return_state=True,
@@ -409,18 +415,19 @@ def recurrent(
     )
 
 
+@public("g", "g_gamma", "softmax_scale", "initial_state", "reverse", "cu_seqlens")
 @no_attention_function("it returns the output and the state")
 def gla(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
     value: t.SequenceValues,
+    *,
     g: t.PerHeadOrChannel | None = None,
     g_gamma: t.ConstantDecay | None = None,
     softmax_scale: t.Scalar | None = None,
     initial_state: t.MatrixState | None = None,
     reverse: t.Flag = False,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
 ) -> tuple[t.SequenceOutput, t.FinalState]:
@@ -429,10 +436,10 @@ def gla(
         query,
         key,
         value,
-        g,
-        g_gamma,
-        initial_state,
-        cu_seqlens,
+        g=g,
+        g_gamma=g_gamma,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
         softmax_scale=softmax_scale,
         reverse=reverse,
         return_state=True,

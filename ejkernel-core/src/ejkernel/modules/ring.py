@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.compositions import mesh as _mesh
 from ejkernel.compositions import sharded as _sharded
 from ejkernel.compositions.axes import Axes, as_axes, check_mesh_axes
@@ -31,9 +32,9 @@ def ring_attention(
     query: t.Queries,
     key: t.Keys,
     value: t.Values,
+    *,
     softmax_aux: t.Sinks | None = None,
     bias: t.RingBias | None = None,
-    *,
     return_lse: Literal[False] = False,
     **options: Unpack[RingOptions],
 ) -> t.Attended: ...
@@ -44,9 +45,9 @@ def ring_attention(
     query: t.Queries,
     key: t.Keys,
     value: t.Values,
+    *,
     softmax_aux: t.Sinks | None = None,
     bias: t.RingBias | None = None,
-    *,
     return_lse: Literal[True],
     **options: Unpack[RingOptions],
 ) -> tuple[t.Attended, t.LogSumExp]: ...
@@ -57,22 +58,23 @@ def ring_attention(
     query: t.Queries,
     key: t.Keys,
     value: t.Values,
+    *,
     softmax_aux: t.Sinks | None = None,
     bias: t.RingBias | None = None,
-    *,
     return_lse: t.Flag,
     **options: Unpack[RingOptions],
 ) -> t.Attended | tuple[t.Attended, t.LogSumExp]: ...
 
 
+@public(*_POSITIONAL[3:])
 @refuses_masks("say masks with mask_info, or use flash_attention")
 def ring_attention(
     query: t.Queries,
     key: t.Keys,
     value: t.Values,
+    *,
     softmax_aux: t.Sinks | None = None,
     bias: t.RingBias | None = None,
-    *,
     mask_info: MaskInfo | None = None,
     sliding_window: t.Window | None = None,
     chunk_size: t.TracedCount | None = None,
@@ -118,7 +120,7 @@ def ring_attention(
         platform: of the local attention: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation of the local attention.
         mesh: make the `jax.shard_map` here; batch and heads may be split over its other axes.
-        in_specs: one PartitionSpec or None for each positional array; bias and softmax_aux follow the query without.
+        in_specs: one PartitionSpec or None for each of query, key, value, softmax_aux, bias; the last two follow the query without.
         out_specs: PartitionSpec of the output, or a pair of them with `return_lse`.
 
     Returns:
@@ -176,6 +178,7 @@ def _split_axes(axes: Axes, arrays: Any, mesh: Any, in_specs: Any, out_specs: An
     return several if split.queries or split.keys else ()
 
 
+@public()
 def zigzag_shard(array: t.WholeSequence, axis_size: t.Count, axis: t.Count = 1) -> t.ReorderedSequence:
     """Reorder a sequence so that splitting it over `axis_size` devices balances causal attention.
 
@@ -197,6 +200,7 @@ def zigzag_shard(array: t.WholeSequence, axis_size: t.Count, axis: t.Count = 1) 
     return _permuted(array, axis_size, axis, _zigzag)
 
 
+@public()
 def zigzag_unshard(array: t.WholeSequence, axis_size: t.Count, axis: t.Count = 1) -> t.ReorderedSequence:
     """The inverse of `zigzag_shard`, e.g. for outputs.
 

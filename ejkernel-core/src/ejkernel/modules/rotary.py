@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel._pipeline.operation import Operation
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
@@ -19,6 +20,7 @@ from ejkernel.operations.qk_norm_rope.interface import OPERATION as _QK_NORM_ROP
 from ejkernel.operations.rope.interface import OPERATION as _ROPE
 
 
+@public()
 def rope(
     x: t.RotaryHeads,
     cos: t.Angles,
@@ -62,6 +64,7 @@ def rope(
     )
 
 
+@public()
 def llama_rope(
     q: t.RotaryHeads,
     k: t.RotaryHeads,
@@ -109,6 +112,7 @@ def llama_rope(
     )
 
 
+@public()
 def fused_qk_norm_rope(
     q: t.RotaryHeads,
     k: t.RotaryHeads,

@@ -6,6 +6,7 @@ import functools
 from typing import Any, Literal, Unpack, overload
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names
 from ejkernel.modules._class_api import class_form
@@ -22,10 +23,10 @@ def unified_attention(
     kv_lens: t.ContextLengths,
     block_tables: t.BlockTables,
     query_start_loc: t.QueryStarts,
+    *,
     alibi_slopes: t.Slopes | None = None,
     qq_bias: t.TreeBias | None = None,
     softmax_aux: t.Sinks | None = None,
-    *,
     return_lse: Literal[False] = False,
     **options: Unpack[UnifiedAttentionOptions],
 ) -> t.TokenAttended: ...
@@ -39,10 +40,10 @@ def unified_attention(
     kv_lens: t.ContextLengths,
     block_tables: t.BlockTables,
     query_start_loc: t.QueryStarts,
+    *,
     alibi_slopes: t.Slopes | None = None,
     qq_bias: t.TreeBias | None = None,
     softmax_aux: t.Sinks | None = None,
-    *,
     return_lse: Literal[True],
     **options: Unpack[UnifiedAttentionOptions],
 ) -> tuple[t.TokenAttended, t.TokenLogSumExp]: ...
@@ -56,15 +57,16 @@ def unified_attention(
     kv_lens: t.ContextLengths,
     block_tables: t.BlockTables,
     query_start_loc: t.QueryStarts,
+    *,
     alibi_slopes: t.Slopes | None = None,
     qq_bias: t.TreeBias | None = None,
     softmax_aux: t.Sinks | None = None,
-    *,
     return_lse: t.Flag,
     **options: Unpack[UnifiedAttentionOptions],
 ) -> t.TokenAttended | tuple[t.TokenAttended, t.TokenLogSumExp]: ...
 
 
+@public("alibi_slopes", "qq_bias", "softmax_aux")
 def unified_attention(
     queries: t.TokenQueries,
     key_cache: t.KeyPages,
@@ -72,10 +74,10 @@ def unified_attention(
     kv_lens: t.ContextLengths,
     block_tables: t.BlockTables,
     query_start_loc: t.QueryStarts,
+    *,
     alibi_slopes: t.Slopes | None = None,
     qq_bias: t.TreeBias | None = None,
     softmax_aux: t.Sinks | None = None,
-    *,
     softmax_scale: t.Scalar | None = None,
     causal: t.Flag = True,
     sliding_window: t.Window | None = None,
@@ -125,7 +127,7 @@ def unified_attention(
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
         mesh: run inside `jax.shard_map` on this mesh; heads may be split.
-        in_specs: one PartitionSpec or None for each positional array, in order.
+        in_specs: one PartitionSpec or None for each array up to softmax_aux, in order.
         out_specs: PartitionSpec of the output, or a pair of them with `return_lse`.
 
     Returns:
@@ -170,6 +172,7 @@ def unified_attention(
         return over_mesh(_paged.attend, arrays, options, **specs)
 
 
+@public("softmax_aux")
 def ragged_page_attention_v2(
     queries: t.TokenQueries,
     kv_pages: t.InterleavedPages,
@@ -177,8 +180,8 @@ def ragged_page_attention_v2(
     block_tables: t.BlockTables,
     query_start_loc: t.QueryStarts,
     num_seqs: t.RequestCount,
-    softmax_aux: t.Sinks | None = None,
     *,
+    softmax_aux: t.Sinks | None = None,
     softmax_scale: t.Scalar | None = None,
     logits_soft_cap: t.Number | None = None,
     sliding_window: t.Window | None = None,

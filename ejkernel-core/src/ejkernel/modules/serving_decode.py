@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.call.records import Bound
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid, wrong_type
@@ -20,6 +21,7 @@ from ejkernel.utils.checks import check_array, check_shape
 from ejkernel.utils.tracing import refuse_traced
 
 
+@public()
 def decode_attention(
     query: t.TokenQueries,
     key_buffer: t.KeySlots,
@@ -103,14 +105,15 @@ def decode_attention(
         return over_mesh(_paged.attend, arrays, options, **specs)
 
 
+@public("softmax_aux")
 def ragged_decode_attention(
     query: t.DecodeQueries,
     key: t.CacheKeys,
     value: t.CacheValues,
     sequence_start: t.Lengths,
     sequence_end: t.Lengths,
-    softmax_aux: t.Sinks | None = None,
     *,
+    softmax_aux: t.Sinks | None = None,
     softmax_scale: t.Scalar | None = None,
     sliding_window: t.WindowPair | None = None,
     chunk_size: t.TracedCount | None = None,
@@ -142,7 +145,7 @@ def ragged_decode_attention(
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
         mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split.
-        in_specs: one PartitionSpec or None for each positional array, in order.
+        in_specs: one PartitionSpec or None for each array up to softmax_aux, in order.
         out_specs: PartitionSpec of the output.
 
     Returns:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_form
@@ -58,6 +59,7 @@ def page_attention(
 ) -> t.TokenAttended | tuple[t.TokenAttended, t.TokenLogSumExp]: ...
 
 
+@public()
 def page_attention(
     query: t.TokenQueries,
     key_cache: t.KeyPages,
@@ -193,6 +195,7 @@ def prefill_page_attention(
 ) -> t.TokenAttended | tuple[t.TokenAttended, t.TokenLogSumExp]: ...
 
 
+@public()
 def prefill_page_attention(
     query: t.TokenQueries,
     key_cache: t.KeyPages,

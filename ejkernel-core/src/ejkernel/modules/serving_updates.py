@@ -6,6 +6,7 @@ import functools
 from typing import Any, overload
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_form
@@ -53,6 +54,7 @@ def paged_cache_update(
 ) -> tuple[t.NewKeyPages, t.NewValuePages, t.NewScalePages, t.NewScalePages]: ...
 
 
+@public()
 def paged_cache_update(
     keys: t.NewKeys,
     values: t.NewValues,
@@ -131,6 +133,7 @@ def paged_cache_update(
         return _PAGED_CACHE_UPDATE.invoke(arrays, {"layout": layout}, platform=platform)
 
 
+@public("alibi_slopes", "softmax_aux")
 def chunked_prefill_paged_decode(
     queries: t.TokenQueries,
     keys: t.NewKeys,
@@ -140,9 +143,9 @@ def chunked_prefill_paged_decode(
     kv_lens: t.ContextLengths,
     block_tables: t.BlockTables,
     query_start_loc: t.QueryStarts,
+    *,
     alibi_slopes: t.Slopes | None = None,
     softmax_aux: t.Sinks | None = None,
-    *,
     softmax_scale: t.Scalar | None = None,
     causal: t.Flag = True,
     sliding_window: t.Window | None = None,
@@ -218,6 +221,7 @@ def chunked_prefill_paged_decode(
         return over_mesh(_separate_caches, arrays, options, **specs)
 
 
+@public("softmax_aux")
 def ragged_page_attention_v3(
     queries: t.TokenQueries,
     keys: t.NewKeys,
@@ -227,8 +231,8 @@ def ragged_page_attention_v3(
     block_tables: t.FlatBlockTables,
     query_start_loc: t.QueryStarts,
     distribution: t.Distribution,
-    softmax_aux: t.Sinks | None = None,
     *,
+    softmax_aux: t.Sinks | None = None,
     softmax_scale: t.Scalar | None = None,
     logits_soft_cap: t.Number | None = None,
     sliding_window: t.Window | None = None,

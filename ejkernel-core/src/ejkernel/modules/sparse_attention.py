@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ejkernel import typing as t
 from ejkernel._dispatch.explanation import capturing
+from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh, with_rows
 from ejkernel.compositions.native_sparse_decode import decode_branches
 from ejkernel.errors import invalid
@@ -34,17 +35,18 @@ _POSITIONAL = ("query", "key", "value", "g_cmp", "g_slc", "block_indices", "bloc
 _WITH_LENGTHS = (*_POSITIONAL, "kv_lens")
 
 
+@public("g_cmp", "g_slc", "block_indices", "block_counts", "cu_seqlens")
 @refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def native_sparse_attention(
     query: t.Queries,
     key: t.Keys,
     value: t.Values,
+    *,
     g_cmp: t.Gates | None = None,
     g_slc: t.Gates | None = None,
     block_indices: t.BlockIndices | None = None,
     block_counts: t.BlockCounts = 16,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     block_size: t.Count = 64,
     window_size: t.Count = 0,
     g_swa: t.Gates | None = None,
@@ -86,7 +88,7 @@ def native_sparse_attention(
         platform: None or "auto", one platform, or several in order of preference; of every branch's attention.
         cfg: config override for the chosen implementation of the selected branch.
         mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split.
-        in_specs: one PartitionSpec or None for each of the positional arrays, in order, and then g_swa; kv_lens is split as the
+        in_specs: one PartitionSpec or None for each array up to cu_seqlens, in order, and then g_swa; kv_lens is split as the
             rows of query are.
         out_specs: PartitionSpec of the result.
 
@@ -137,11 +139,13 @@ def native_sparse_attention(
     return over_mesh(_branches, arrays, options, positional=_WITH_LENGTHS, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
+@public("g_cmp", "g_slc", "block_indices", "block_counts", "block_size", "scale", "cu_seqlens")
 @refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def native_spare_attention(
     q: t.Queries,
     k: t.Keys,
     v: t.Values,
+    *,
     g_cmp: t.Gates | None = None,
     g_slc: t.Gates | None = None,
     block_indices: t.BlockIndices | None = None,
@@ -149,7 +153,6 @@ def native_spare_attention(
     block_size: t.Count = 64,
     scale: t.Scalar | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     window_size: t.Count = 0,
     g_swa: t.Gates | None = None,
     platform: t.Platforms = None,
@@ -170,11 +173,11 @@ def native_spare_attention(
         q,
         k,
         v,
-        g_cmp,
-        g_slc,
-        block_indices,
-        block_counts,
-        cu_seqlens,
+        g_cmp=g_cmp,
+        g_slc=g_slc,
+        block_indices=block_indices,
+        block_counts=block_counts,
+        cu_seqlens=cu_seqlens,
         block_size=block_size,
         window_size=window_size,
         g_swa=g_swa,
@@ -190,11 +193,11 @@ def apply_native_sparse_attention(
     key: t.Keys,
     value: t.Values,
     block_indices: t.BlockIndices,
+    *,
     block_counts: t.BlockCounts | None = None,
     block_size: t.Count = 64,
     softmax_scale: t.Scalar | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_lse: Literal[False] = False,
     **options: Unpack[DispatchOptions],
 ) -> t.Attended: ...
@@ -206,11 +209,11 @@ def apply_native_sparse_attention(
     key: t.Keys,
     value: t.Values,
     block_indices: t.BlockIndices,
+    *,
     block_counts: t.BlockCounts | None = None,
     block_size: t.Count = 64,
     softmax_scale: t.Scalar | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_lse: Literal[True],
     **options: Unpack[DispatchOptions],
 ) -> tuple[t.Attended, t.LogSumExp]: ...
@@ -222,26 +225,27 @@ def apply_native_sparse_attention(
     key: t.Keys,
     value: t.Values,
     block_indices: t.BlockIndices,
+    *,
     block_counts: t.BlockCounts | None = None,
     block_size: t.Count = 64,
     softmax_scale: t.Scalar | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_lse: t.Flag,
     **options: Unpack[DispatchOptions],
 ) -> t.Attended | tuple[t.Attended, t.LogSumExp]: ...
 
 
+@public("block_counts", "block_size", "softmax_scale", "cu_seqlens")
 def apply_native_sparse_attention(
     query: t.Queries,
     key: t.Keys,
     value: t.Values,
     block_indices: t.BlockIndices,
+    *,
     block_counts: t.BlockCounts | None = None,
     block_size: t.Count = 64,
     softmax_scale: t.Scalar | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     return_lse: t.Flag = False,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel import typing as t
 from ejkernel._dispatch.explanation import capturing
+from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh, with_rows
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
@@ -24,6 +25,7 @@ _POSITIONAL = ("query", "key_value", "w_kc", "w_vc", "query_index", "key_index",
 _WITH_LENGTHS = (*_POSITIONAL, "kv_lens")
 
 
+@public("b_q", "b_k")
 def deepseek_attn(
     query: t.LatentQueries,
     key_value: t.Latents,
@@ -32,9 +34,9 @@ def deepseek_attn(
     query_index: t.IndexQueries,
     key_index: t.IndexKeys,
     index_weights: t.IndexWeights,
+    *,
     b_q: t.RotaryQueries | None = None,
     b_k: t.RotaryKeys | None = None,
-    *,
     index_topk: t.Count = 2048,
     softmax_scale: t.Scalar | None = None,
     index_softmax_scale: t.Scalar | None = None,
@@ -75,7 +77,7 @@ def deepseek_attn(
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
         mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split (w_kc and w_vc along K, or whole for K = 1).
-        in_specs: one PartitionSpec or None for each positional array, in order; kv_lens is split as the rows of query are.
+        in_specs: one PartitionSpec or None for each array up to b_k, in order; kv_lens is split as the rows of query are.
         out_specs: PartitionSpec of the result.
 
     Returns:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid, wrong_type
@@ -23,6 +24,7 @@ from ejkernel.operations.selective_scan.interface import OPERATION as _SELECTIVE
 from ejkernel.utils.checks import check_compute, check_shape, finite_number
 
 
+@public()
 @argument_names(x="hidden_states", segments="seg_ids")
 def state_space_v1(
     hidden_states: t.SequenceChannels,
@@ -87,6 +89,7 @@ def state_space_v1(
     return out, state, conv_state
 
 
+@public()
 @argument_names(segments="seg_ids", scale="norm_weight", group_size="norm_group_size", epsilon="rmsnorm_eps")
 def state_space_v2(
     x: t.HeadChannels,
@@ -309,8 +312,8 @@ def rwkv4(
     u: t.Channels,
     k: t.SequenceChannels,
     v: t.SequenceChannels,
-    state: t.MixingState | None = None,
     *,
+    state: t.MixingState | None = None,
     return_state: Literal[False] = False,
     **options: Unpack[DispatchOptions],
 ) -> t.SequenceChannelsOutput: ...
@@ -322,8 +325,8 @@ def rwkv4(
     u: t.Channels,
     k: t.SequenceChannels,
     v: t.SequenceChannels,
-    state: t.MixingState | None = None,
     *,
+    state: t.MixingState | None = None,
     return_state: Literal[True],
     **options: Unpack[DispatchOptions],
 ) -> tuple[t.SequenceChannelsOutput, t.NewMixingState]: ...
@@ -335,20 +338,21 @@ def rwkv4(
     u: t.Channels,
     k: t.SequenceChannels,
     v: t.SequenceChannels,
-    state: t.MixingState | None = None,
     *,
+    state: t.MixingState | None = None,
     return_state: t.Flag,
     **options: Unpack[DispatchOptions],
 ) -> t.SequenceChannelsOutput | tuple[t.SequenceChannelsOutput, t.NewMixingState]: ...
 
 
+@public("state")
 def rwkv4(
     w: t.Channels,
     u: t.Channels,
     k: t.SequenceChannels,
     v: t.SequenceChannels,
-    state: t.MixingState | None = None,
     *,
+    state: t.MixingState | None = None,
     return_state: t.Flag = False,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,

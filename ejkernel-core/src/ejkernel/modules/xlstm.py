@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid, wrong_type
@@ -17,6 +18,7 @@ from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR
 from ejkernel.utils.checks import check_compute, check_given, check_shape, finite_number
 
 
+@public("initial_state", "cu_seqlens")
 @argument_names(scale="softmax_scale")
 def mlstm(
     query: t.SequenceHeads,
@@ -24,9 +26,9 @@ def mlstm(
     value: t.SequenceValues,
     input_gate: t.PerHead,
     forget_gate: t.PerHead,
+    *,
     initial_state: t.MatrixMemory | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     forget_activation: t.ForgetActivation = "sigmoid",
     softmax_scale: t.Scalar | None = None,
     epsilon: t.Number = 1e-6,

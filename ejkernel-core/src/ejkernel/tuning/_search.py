@@ -12,7 +12,6 @@ import os
 import platform
 import statistics
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -27,7 +26,7 @@ from ejkernel.configs.key import Key
 from ejkernel.configs.quarantine import Quarantined, QuarantineFilter, add, lift
 from ejkernel.configs.result import AutotuningResult
 from ejkernel.configs.spaces import config_space, to_plain
-from ejkernel.errors import EjkernelWarning, in_one_line, invalid
+from ejkernel.errors import EjkernelWarning, in_one_line, invalid, warn
 from ejkernel.tuning.problems import TuningProblem
 from ejkernel.tuning.progress import Progress
 from ejkernel.utils.timing import repeats_for, seconds
@@ -109,7 +108,7 @@ class Search:
             sets = [problem.first, *(problem.arguments(seed) for seed in range(1, self.input_sets))]
             _ = problem.expected  # here, so that a failure of the reference is not laid to a config
         except Exception as error:  # noqa: BLE001 - without inputs or a reference nothing can be said of any config
-            warnings.warn(f"autotune: {problem} left alone: {in_one_line(error)}", EjkernelWarning, stacklevel=2)
+            warn(f"autotune: {problem} left alone: {in_one_line(error)}", EjkernelWarning)
             return ()
         self._compile(problem, [trial for trial in trials if not trial.failure])
         for trial in trials:
@@ -245,7 +244,7 @@ def _entries(
     for candidate, group in groups.items():
         if candidate not in right:
             message = f"autotune: no config of {candidate.id} is right for {problem}: {group[0].failure}"
-            warnings.warn(message, EjkernelWarning, stacklevel=2)
+            warn(message, EjkernelWarning)
     if not right:
         return ()
     fastest = min(right, key=lambda candidate: right[candidate].timing.median)

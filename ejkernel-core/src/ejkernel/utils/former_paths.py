@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ejkernel.errors import warn
 from ejkernel.plugin import resolve
 
 
@@ -26,7 +26,7 @@ class FormerModule(types.ModuleType):
         if reference is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         now = reference.replace(":", ".") + self._note
-        warnings.warn(f"{self.__name__}.{name} is now {now}", DeprecationWarning, stacklevel=2)
+        warn(f"{self.__name__}.{name} is now {now}", DeprecationWarning)
         value = resolve(reference)
         return value if self._adapt is None else self._adapt(value)
 

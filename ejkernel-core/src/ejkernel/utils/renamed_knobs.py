@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+
+from ejkernel.errors import warn
 
 Config = TypeVar("Config", bound=type)
 _TABLE = "__renamed_knobs__"
@@ -43,9 +44,7 @@ def new_name(config: type, knob: str) -> str:
     return getattr(config, _TABLE, {}).get(knob, knob)
 
 
-def with_new_names(
-    config: type, values: Mapping[str, Any], *, taken: list[str] | None = None, stacklevel: int = 2
-) -> dict[str, Any]:
+def with_new_names(config: type, values: Mapping[str, Any], *, taken: list[str] | None = None) -> dict[str, Any]:
     """Values by today's names of their knobs, with a warning for each old name.
 
     Raises:
@@ -57,7 +56,6 @@ def with_new_names(
         if new != old:
             if new in values or new in (taken or ()):
                 raise TypeError(f"{config.__name__}: {old} is the old name of {new}; give {new} alone")
-            message = f"{config.__name__}: {old} is now called {new}"
-            warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
+            warn(f"{config.__name__}: {old} is now called {new}", DeprecationWarning)
         found[new] = value
     return found

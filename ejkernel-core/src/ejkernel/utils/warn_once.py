@@ -1,20 +1,19 @@
-"""Complaints about the cache, each once."""
+"""Complaints that are made once in a process."""
 
 from __future__ import annotations
 
 import threading
-import warnings
 
-from ejkernel.errors import CacheWarning
+from ejkernel.errors import CacheWarning, warn
 
 _lock = threading.Lock()
 _said: set[str] = set()
 
 
-def warn_once(about: object, message: str) -> None:
-    """Issue a `CacheWarning` the first time that something (a file, a directory, a type) gives cause for one."""
+def warn_once(about: object, message: str, category: type[Warning] = CacheWarning) -> None:
+    """Warn the first time that something (a file, a directory, a type, an argument) gives cause for it."""
     with _lock:
         if str(about) in _said:
             return
         _said.add(str(about))
-    warnings.warn(f"{about}: {message}", CacheWarning, stacklevel=2)
+    warn(f"{about}: {message}", category)

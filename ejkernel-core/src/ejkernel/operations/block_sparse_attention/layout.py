@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.call.arrays import ArraySpec
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import MaskInfo
@@ -58,6 +59,7 @@ class BlockSparseLayout:
         return jnp.mean(self.counts) / -(-keys // self.kv_blocksize)
 
 
+@public()
 def block_sparse_layout(
     queries: t.Count,
     keys: t.Count | None = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 from typing import Any
 
 import jax
@@ -16,10 +15,10 @@ from ejkernel.operations.flash_attention import dropout
 from ejkernel.utils.checks import check_array
 from ejkernel.utils.dtypes import accumulator, multiplied
 from ejkernel.utils.tracing import is_traced, refuse_traced, traced_number
+from ejkernel.utils.warn_once import warn_once
 
 _LOGITS_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _PRECISIONS = ("default", "high", "highest")
-_warned_of_fixed_seed = False
 
 
 def check_query_key_value(query: Any, key: Any, value: Any) -> None:
@@ -230,18 +229,12 @@ def seed_words(seed: Any) -> Any:
 
 def dropout_streams(rate: float, seed: Any, batch: int, heads: int) -> Any:
     """The streams `[B, H, 2]` of a seed; None without dropout; seed 0 with one warning when no seed is given."""
-    global _warned_of_fixed_seed
     words = None if seed is None else seed_words(seed)  # checked where nothing is dropped, too
     if not rate:
         return None
     if words is None:
-        if not _warned_of_fixed_seed:
-            _warned_of_fixed_seed = True
-            warnings.warn(
-                "dropout_prob > 0 without dropout_seed drops the same entries at every call; pass a seed or a PRNG key",
-                EjkernelWarning,
-                stacklevel=2,
-            )
+        remedy = "pass a seed or a PRNG key"
+        warn_once("dropout_prob", f"without dropout_seed it drops the same entries at every call; {remedy}", EjkernelWarning)
         words = seed_words(0)
     return dropout.streams(words, batch, heads)
 

@@ -11,10 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.errors import invalid, wrong_type
+from ejkernel.errors import EjkernelWarning, invalid, wrong_type
 from ejkernel.operations.flash_attention.bind import as_count, as_flag, as_score_shaped
 from ejkernel.utils.checks import check_array
 from ejkernel.utils.tracing import is_traced, traced_count
+from ejkernel.utils.warn_once import warn_once
 
 Window = tuple[int | None, int | None]
 ALIGNMENTS = ("top_left", "bottom_right")
@@ -118,6 +119,7 @@ class Visibility:
         """With the queries placed as `causal_alignment` says."""
         check_alignment(alignment, self.causal)
         if alignment is None:
+            self._warn_of_one_query(queries, keys)
             if self.query_offset and self.query_positions is not None:
                 return dataclasses.replace(self, query_positions=self.query_positions + self.query_offset, query_offset=0)
             return self
@@ -129,6 +131,16 @@ class Visibility:
         if self.query_offset not in (0, offset):
             raise invalid("causal_alignment", repr(alignment), f"None when mask_info has causal_offset {self.query_offset}")
         return dataclasses.replace(self, query_offset=offset)
+
+    def _warn_of_one_query(self, queries: Any, keys: Any) -> None:
+        """A query that decodes is the newest token, but stands at position 0 unless something says otherwise."""
+        placed = self.query_offset or self.query_positions is not None or self.key_positions is not None
+        if self.causal and self.prefix is None and not placed and queries == 1 and keys not in (0, 1):
+            sees = f"with causal=True the one query sees the first of {keys} keys alone"
+            remedy = (
+                "causal_alignment='bottom_right' (of flash_attention) puts it at the last key; 'top_left' says this is meant"
+            )
+            warn_once("causal", f"{sees}: {remedy}", EjkernelWarning)
 
     def limited(self, limits: TracedLimits, queries: int, keys: int) -> Visibility:
         """With traced limits as part of the mask; the queries are placed already."""

@@ -47,8 +47,9 @@ _OPTIONS = (
 def scale_specs(layout: str, arrays: Mapping[str, Any], specs: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
     """Scales of stored heads, or of stored rows, are split over a mesh as their cache is."""
     found: dict[str, PartitionSpec] = {}
-    for name, cache in (("k_scale", "key_pages"), ("v_scale", "value_pages")):
-        cache = next(each for each in (cache, "key_pages", "kv_cache") if arrays.get(each) is not None)
+    for name, pages, dense in (("k_scale", "key_pages", "key"), ("v_scale", "value_pages", "value")):
+        # Beside pages, keys and values are new tokens; without, they are the cache.
+        cache = next(each for each in (pages, "key_pages", "kv_cache", dense) if arrays.get(each) is not None)
         shape, axes = getattr(arrays.get(name), "shape", ()), arrays[cache].ndim
         if shape in ((), (1,)):
             continue

@@ -1,0 +1,169 @@
+"""How the public functions take their arguments: unknown keywords are refused with the right name, and former positions work."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from ejkernel._pipeline.typecheck import checked
+from ejkernel.errors import suggestion, warn
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_SYNONYMS: tuple[tuple[str, ...], ...] = (
+    ("query", "queries", "q", "r"),
+    ("key", "keys", "k"),
+    ("value", "values", "v"),
+    ("key_cache", "k_cache", "key_pages", "k_pages", "key_buffer", "kv_cache", "kv_pages"),
+    ("value_cache", "v_cache", "value_pages", "v_pages", "value_buffer", "kv_cache", "kv_pages"),
+    ("x", "input", "inputs", "_input", "hidden_states", "hidden", "logits", "u"),
+    ("lhs", "x", "a"),
+    ("rhs", "w", "weight", "kernel"),
+    ("scale", "weight", "gamma"),
+    ("offset", "bias", "beta"),
+    ("epsilon", "eps", "norm_eps", "rmsnorm_eps", "rms_norm_eps", "variance_epsilon"),
+    ("axis", "dim", "axes"),
+    ("softmax_scale", "sm_scale", "scale", "attn_scale", "logits_scale", "scaling"),
+    ("causal", "is_causal"),
+    ("mask", "attn_mask", "attention_mask", "where", "mask_info"),
+    ("bias", "attn_bias", "attn_mask", "ab"),
+    ("seg_ids", "segment_ids", "seq_idx", "q_segment_ids", "kv_segment_ids", "mask_info"),
+    ("dropout_prob", "dropout_p", "dropout_rate", "dropout"),
+    ("dropout_seed", "dropout_rng", "dropout_key", "rng"),
+    ("cum_seqlens_q", "cu_seqlens_q", "cu_seqlens", "cu_q_lens", "query_start_loc"),
+    ("cum_seqlens_k", "cu_seqlens_k", "cu_seqlens_kv"),
+    ("max_seqlens_q", "max_seqlen_q"),
+    ("max_seqlens_k", "max_seqlen_k", "max_seqlen_kv"),
+    ("query_seq_lengths", "query_lengths"),
+    ("key_value_seq_lengths", "kv_lens", "context_lens", "context_len", "seq_lens", "lengths", "cache_seqlens", "seqused_k"),
+    ("block_tables", "block_table", "page_indices", "page_table"),
+    ("sliding_window", "window_size", "local_window_size", "window", "attention_window_size"),
+    ("logits_soft_cap", "softcap", "soft_cap", "logit_softcap", "logit_soft_cap", "attn_logits_soft_cap"),
+    ("softmax_aux", "sinks", "s_aux", "learnable_sink", "attention_sinks"),
+    ("return_lse", "return_residual", "return_residuals", "return_softmax_lse", "save_residuals"),
+    ("return_state", "output_final_state", "return_final_states", "return_last_state"),
+    ("initial_state", "initial_states", "state", "h0"),
+    ("decay", "g", "gk", "w"),
+    ("gate", "z"),
+    ("use_qk_l2norm", "use_qk_l2norm_in_kernel"),
+    ("dt", "delta"),
+    ("dt_bias", "delta_bias"),
+    ("dt_softplus", "delta_softplus"),
+    ("act_fn", "activation"),
+    ("targets", "target", "labels"),
+    ("lm_head_weight", "weight", "head", "lin_weight"),
+    ("lm_head_bias", "bias"),
+    ("class_weights", "weight", "ce_weight"),
+    ("z_loss", "lse_square_scale"),
+    ("student_logits", "student", "input"),
+    ("teacher_logits", "teacher", "target"),
+    ("interleaved", "rotary_interleaved"),
+    ("layout", "tensor_layout", "qkv_layout"),
+    ("preferred_element_type", "out_dtype"),
+    ("platform", "implementation", "backend"),
+    ("cfg", "config", "block_sizes", "num_warps", "num_stages"),
+)
+"""Words for one thing, here and in jax.nn, PyTorch, flash-attn, flash-linear-attention, mamba_ssm, tokamax and Liger."""
+
+_GLOSSES: Mapping[str, str] = {
+    "mask": "True is visible",
+    "mask_info": "MaskInfo(dense=mask), MaskInfo.from_segments(ids), ...",
+    "bias": "numbers to add",
+    "sliding_window": "None, not -1, for no limit",
+}
+"""What else differs, by our name."""
+
+_INSTEAD: Mapping[str, str] = {
+    "alibi_slopes": "add slopes * distances to the scores by bias=, where there is one",
+    "enable_gqa": "leave it out: heads are grouped by their numbers",
+    "head_first": "leave it out: tokens come before heads",
+    "max_seqlen_q": "leave it out: lengths need no bound",
+    "max_seqlen_k": "leave it out: lengths need no bound",
+    "return_attn_probs": "ejkernel.attention returns the weights",
+    "need_weights": "ejkernel.attention returns the weights",
+    **dict.fromkeys(
+        ("chunk_size", "num_splits", "seq_threshold_3d", "num_par_softmax_segments", "autotune_chunk_candidates"),
+        "cfg= holds what only speed depends on",
+    ),
+}
+"""What to do where nothing in the signature fits."""
+
+REFUSED = "refused_keywords"
+"""Attribute of a function: keywords of its signature that it only has to refuse them."""
+
+
+def public(*formerly_positional: str) -> Callable[[Function], Function]:
+    """Make a function public: keywords that it does not have are refused with the name of the one that is meant.
+
+    With `EJKERNEL_TYPECHECK=1` its annotations are checked, too.
+
+    Args:
+        formerly_positional: keyword-only arguments that callers of older versions pass by position, in that order.
+    """
+
+    def decorate(function: Function) -> Function:
+        run = checked(function)
+        parameters = inspect.signature(function).parameters.values()
+        most = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+        limit = most if formerly_positional else sys.maxsize
+
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            if len(args) > limit:
+                options = _by_keyword(function.__name__, formerly_positional, args[limit:], options)
+                args = args[:limit]
+            try:
+                return run(*args, **options)
+            except TypeError:
+                # With such a keyword the body cannot have run: the error is Python's, not one from inside.
+                known = _keywords(function)
+                if unknown := [name for name in options if name not in known]:
+                    useful = [name for name in known if name not in getattr(function, REFUSED, ())]
+                    raise TypeError(_refusal(function.__name__, unknown, useful)) from None
+                raise
+
+        return call  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+def _by_keyword(function: str, names: tuple[str, ...], values: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with arguments that stood in former positions."""
+    if len(values) > len(names):
+        raise TypeError(f"{function} got {len(values) - len(names)} arguments too many by position; name all but the first")
+    given = dict(zip(names, values, strict=False))
+    if twice := given.keys() & options.keys():
+        raise TypeError(f"{function} got several values for {', '.join(sorted(twice))}")
+    named = [f"{name}=" for name, value in given.items() if value is not None] or [f"{name}=" for name in given]
+    warn(f"{function}: pass {', '.join(named)} by name; a later release will refuse it by position", DeprecationWarning)
+    return {**given, **options}
+
+
+def _keywords(function: Callable[..., Any]) -> list[str]:
+    """The keywords that a function takes."""
+    known: list[str] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            known.append(name)
+            continue
+        (options,) = typing.get_args(typing.get_type_hints(function)[name])  # Unpack[TypedDict]
+        known.extend(typing.get_type_hints(options))
+    return known
+
+
+def _refusal(function: str, unknown: Iterable[str], known: list[str]) -> str:
+    return ". ".join(f"{function} has no argument {name!r}{_remedy(function, name, known)}" for name in unknown)
+
+
+def _remedy(function: str, name: str, known: list[str]) -> str:
+    words = dict.fromkeys(word for group in _SYNONYMS if name in group for word in group)
+    fitting = [f"{word} ({_GLOSSES[word]})" if word in _GLOSSES else word for word in words if word in known]
+    if fitting:
+        return f"; it is called {' or '.join(fitting)}"
+    if name in _INSTEAD:
+        return f"; {_INSTEAD[name]}"
+    return suggestion(name, known) or f"; see help(ejkernel.{function})"

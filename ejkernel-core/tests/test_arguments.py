@@ -1,0 +1,180 @@
+"""How public functions take arguments: by their names, which an unknown one leads to, and in the field's order."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import numpy as np
+import pytest
+
+import ejkernel
+from ejkernel import modules
+from ejkernel._pipeline import arguments
+from ejkernel._pipeline.arguments import public
+from ejkernel._plugins.catalog import FUNCTIONS, HELPERS
+
+X = np.ones((1, 4, 2, 8), np.float32)
+PUBLIC = {name: getattr(ejkernel, name) for name in (*FUNCTIONS, *HELPERS)}
+CLASSES = {name: getattr(modules, name) for name in modules.__all__ if hasattr(getattr(modules, name), "function")}
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize("name", PUBLIC)
+def test_an_unknown_keyword_names_the_function(name):
+    function = PUBLIC[name]
+    with pytest.raises(TypeError, match=f"^{function.__name__} has no argument 'qqqqqq'; see help"):
+        function(qqqqqq=1)
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize("name", CLASSES)
+def test_so_does_one_of_the_class_api(name):
+    made, function = CLASSES[name](), CLASSES[name].function
+    for call in (made, lambda **options: ejkernel.Executor()(made, **options)):
+        with pytest.raises(TypeError, match=f"^{function.__name__} has no argument 'qqqqqq'"):
+            call(qqqqqq=1)
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize(
+    ("function", "given", "said"),
+    [
+        ("flash_attention", "q", "query"),
+        ("flash_attention", "scale", "softmax_scale"),
+        ("flash_attention", "sm_scale", "softmax_scale"),
+        ("flash_attention", "cu_seqlens_q", "cum_seqlens_q"),
+        ("flash_attention", "cu_seqlens_k", "cum_seqlens_k"),
+        ("flash_attention", "implementation", "platform"),
+        ("flash_attention", "window_size", r"sliding_window \(None, not -1, for no limit\)"),
+        ("flash_attention", "softcap", "logits_soft_cap"),
+        ("flash_attention", "dropout_p", "dropout_prob or dropout_rate"),
+        ("flash_attention", "block_table", "block_tables"),
+        ("flash_attention", "s_aux", "softmax_aux"),
+        ("flash_attention", "attn_mask", r"mask \(True is visible\) or mask_info \(.*\) or bias \(numbers to add\)"),
+        ("flash_attention", "segment_ids", r"mask_info \(.*MaskInfo.from_segments\(ids\), ...\)"),
+        ("flash_attn_varlen", "is_causal", "causal"),
+        ("flash_attn_varlen", "max_seqlen_q", "max_seqlens_q"),
+        ("flash_attn_varlen", "softmax_scale", "sm_scale"),
+        ("scaled_dot_product_attention", "attn_mask", r"mask \(.*bias \(numbers to add\)"),
+        ("unified_attention", "cache_seqlens", "kv_lens"),
+        ("unified_attention", "sinks", "softmax_aux"),
+        ("page_attention", "k_cache", "key_cache"),
+        ("rms_norm", "eps", "epsilon"),
+        ("rms_norm", "weight", "scale"),
+        ("layer_norm", "bias", "offset"),
+        ("softmax", "dim", "axis"),
+        ("gla_attention", "output_final_state", "return_state"),
+        ("gla_attention", "scale", "softmax_scale"),
+        ("gated_delta_rule", "g", "decay"),
+        ("gated_delta_rule", "use_qk_l2norm_in_kernel", "use_qk_l2norm"),
+        ("state_space_v1", "u", "hidden_states"),
+        ("state_space_v1", "delta_softplus", "dt_softplus"),
+        ("state_space_v2", "z", "gate"),
+        ("state_space_v2", "seq_idx", "seg_ids"),
+        ("causal_conv1d", "return_final_states", "return_state"),
+        ("fused_cross_entropy", "target", "targets"),
+        ("fused_cross_entropy", "weight", "lm_head_weight or class_weights"),
+        ("grouped_matmul", "weight", "rhs"),
+    ],
+)
+def test_words_of_other_libraries_lead_to_ours(function, given, said):
+    with pytest.raises(TypeError, match=f"^{function} has no argument '{given}'; it is called {said}$"):
+        PUBLIC[function](**{given: 1})
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "said"),
+    [
+        ("flash_attention", "alibi_slopes", "add slopes \\* distances to the scores by bias=, where there is one"),
+        ("flash_attention", "enable_gqa", "leave it out: heads are grouped by their numbers"),
+        ("retention", "softmax_scal", "did you mean 'softmax_scale'\\?"),
+        ("retention", "attn_mask", "see help\\(ejkernel.retention\\)"),
+        ("multi_latent_ragged_page_attention_v2", "softmax_scal", "did you mean 'softmax_scale'\\?"),
+    ],
+)
+def test_where_nothing_fits(function, given, said):
+    with pytest.raises(TypeError, match=f"^{function} has no argument '{given}'; {said}$"):
+        PUBLIC[function](**{given: 1})
+
+
+def test_several_unknown_keywords_are_said_at_once():
+    with pytest.raises(TypeError, match=r"'eps'; it is called epsilon\. rms_norm has no argument 'weight'; it is called scale"):
+        ejkernel.rms_norm(X, eps=1e-5, weight=X[0, 0, 0])
+
+
+def test_the_table_leads_somewhere():
+    """Every group has a word of ours and one of others; every gloss is of an argument that exists."""
+    ours = {name for function in PUBLIC.values() for name in inspect.signature(function).parameters}
+    for group in arguments._SYNONYMS:
+        assert ours & {*group}, group
+        assert len(group) == len({*group}) >= 2, group
+    assert {*arguments._GLOSSES} <= ours
+
+
+def test_errors_from_inside_stay_what_they_are():
+    inner = TypeError("function() got an unexpected keyword argument 'other'")
+
+    @public()
+    def function(x, *, known=None):
+        raise inner
+
+    with pytest.raises(TypeError) as raised:
+        function(1, known=2)
+    assert raised.value is inner
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        function()
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_function_is_found_where_it_says(name):
+    assert pickle.loads(pickle.dumps(PUBLIC[name])) is PUBLIC[name]
+
+
+NOT_ATTENTION = {
+    "causal_conv1d",
+    "fused_add_rms_norm",
+    "fused_cross_entropy",
+    "fused_kl_divergence",
+    "fused_qk_norm_rope",
+    "gated_rms_norm",
+    "grouped_matmul",
+    "layer_norm",
+    "llama_rope",
+    "mean_pooling",
+    "paged_cache_update",
+    "quantized_matmul",
+    "rms_norm",
+    "rope",
+    "softmax",
+    "state_space_v1",
+    "state_space_v2",
+}
+IN_BETWEEN = {"ragged_gated_delta_rule": 4, "flash_attn_varlen": 3}
+"""How many optional arguments stand among the field's positions: a decay, key lengths and longest sequences."""
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize("name", sorted({*FUNCTIONS} - NOT_ATTENTION))
+def test_what_is_optional_in_attention_is_a_keyword(name):
+    parameters = inspect.signature(PUBLIC[name]).parameters.values()
+    positional = [one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    optional = [one.name for one in positional if one.default is not one.empty]
+    assert len(optional) == IN_BETWEEN.get(name, 0), optional
+
+
+def test_former_positions_warn_of_their_names():
+    @public("a", "b", "c")
+    def function(x: int, *, a: object = None, b: object = None, c: object = None, d: object = None) -> object:
+        return x, a, b, c, d
+
+    with pytest.warns(DeprecationWarning, match="^function: pass a=, c= by name; a later release will refuse it by position$"):
+        assert function(1, 2, None, 3, d=4) == (1, 2, None, 3, 4)
+    with pytest.warns(DeprecationWarning, match="pass a= by name"):
+        assert function(1, None, c=5) == (1, None, None, 5, None)
+    assert function(1, a=2) == (1, 2, None, None, None)
+    with pytest.raises(TypeError, match="function got several values for a"):
+        function(1, 2, a=3)
+    with pytest.raises(TypeError, match="function got 1 arguments too many by position"):
+        function(1, 2, 3, 4, 5)
