@@ -89,8 +89,8 @@ out, state, conv = ejkernel.state_space_v2(
 
 out, (theta, memory, last_key, last_x) = ejkernel.mamba3(query, rows, query, query, None, rows, rows, query, dt_softplus=True)
 out, state = ejkernel.mamba3(
-    query, rows[0], query, query, rows[0], rows, rows, query, rows, rows, (theta, memory, last_key, last_x), lengths,
-    dt_bias=rows[0],
+    query, rows[0], query, query, rows[0], rows, rows, query, B_bias=rows, C_bias=rows, dt_bias=rows[0],
+    initial_state=(theta, memory, last_key, last_x), cu_seqlens=lengths,
 )  # fmt: skip
 
 # Rows, products, losses

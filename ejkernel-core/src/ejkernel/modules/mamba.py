@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid, wrong_type
@@ -28,6 +29,7 @@ from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR
 from ejkernel.utils.checks import check_compute, check_given, check_shape
 
 
+@public()
 def mamba3(
     x: t.HeadChannels,
     A: t.HeadRates,
@@ -37,11 +39,11 @@ def mamba3(
     dt: t.SequencePerHead,
     trap: t.SequencePerHead,
     angles: t.PairAngles,
+    *,
     B_bias: t.HeadInputBias | None = None,
     C_bias: t.HeadInputBias | None = None,
     initial_state: t.TrapezoidalState | None = None,
     cu_seqlens: t.CumulativeLengths | None = None,
-    *,
     dt_bias: t.Heads | None = None,
     dt_softplus: t.Flag = False,
     precision: t.PrecisionLike | None = None,
