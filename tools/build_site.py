@@ -66,7 +66,7 @@ REFERENCES = {
     "recurrences": Reference(
         "Recurrences",
         "Linear attention, delta rules, RWKV, Mamba, xLSTM, short convolutions.",
-        homes=("recurrences", "constant_decays", "deltas", "delta_products", "xlstm", "convolutions", "states"),
+        homes=("recurrences", "constant_decays", "deltas", "delta_products", "xlstm", "convolutions", "states", "mamba"),
     ),
     "rows": Reference(
         "Norms, softmax, rotary embedding, pooling",

@@ -183,6 +183,12 @@ def _recurrences() -> list[PublicCall]:
             decay=_negative,
         ),
         _call("mlstm", f"{_SEQUENCE}, input_gate: b t h, forget_gate: b t h"),
+        _call(
+            "mamba3",
+            "x: b t h d, A: b t h, B: b t k c, C: b t k c, D: h, dt: b t h, trap: b t h, angles: b t 1 2, B_bias: h c, C_bias: h c",
+            A=_negative,
+            dt=np.abs,
+        ),
         _call("rwkv4", "w: d, u: d, k: b t d, v: b t d", w=_negative),
         _call("rwkv6", "r: b t h d, k: b t h d, v: b t h v, w: b t h d, u: h d", w=_negative),
         _call("rwkv7", "r: b t h d, w: b t h d, k: b t h d, v: b t h v, a: b t h d, b: b t h d", w=_negative, a=_unit, b=_unit),

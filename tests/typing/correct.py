@@ -87,6 +87,12 @@ out, state, conv = ejkernel.state_space_v2(
     use_gated_rmsnorm=True, norm_before_gate=False, norm_weight=rows[0], norm_group_size=64,
 )  # fmt: skip
 
+out, (theta, memory, last_key, last_x) = ejkernel.mamba3(query, rows, query, query, None, rows, rows, query, dt_softplus=True)
+out, state = ejkernel.mamba3(
+    query, rows[0], query, query, rows[0], rows, rows, query, B_bias=rows, C_bias=rows, dt_bias=rows[0],
+    initial_state=(theta, memory, last_key, last_x), cu_seqlens=lengths,
+)  # fmt: skip
+
 # Rows, products, losses
 out = ejkernel.rms_norm(rows, rows[0], epsilon=1e-5, axis=-1)
 out, stream = ejkernel.fused_add_rms_norm(rows, rows, platform="auto")

@@ -86,6 +86,7 @@ FUNCTIONS = (
     "lightning_attention",
     "lightning_attn",
     "llama_rope",
+    "mamba3",
     "mean_pooling",
     "mlstm",
     "multi_head_latent_attention",

@@ -45,6 +45,7 @@ from ejkernel.modules.losses import (
     fused_cross_entropy,
     token_logprobs,
 )
+from ejkernel.modules.mamba import Mamba3, mamba3
 from ejkernel.modules.matmuls import GroupedMatmul, QuantizedMatmul, grouped_matmul, quantized_matmul
 from ejkernel.modules.norms import (
     FusedAddRmsNorm,
@@ -160,6 +161,7 @@ __all__ = [
     "LightningAttention",
     "LlamaRope",
     "LlamaRotaryEmbedding",
+    "Mamba3",
     "MeanPooling",
     "MultiHeadLatentAttention",
     "MultiLatentRaggedPageAttention",
@@ -223,6 +225,7 @@ __all__ = [
     "lightning_attention",
     "lightning_attn",
     "llama_rope",
+    "mamba3",
     "mean_pooling",
     "mlstm",
     "multi_head_latent_attention",

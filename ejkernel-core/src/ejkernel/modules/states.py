@@ -198,7 +198,7 @@ def _used_gate(gate: Any, out: Any, meaning: str, segments: Any, cu_seqlens: Any
     return gate if part is None else zero_outside(part, gate)[0]
 
 
-def _steps(dt: Any, dt_bias: Any, dt_softplus: bool, x: Any, meaning: str) -> Any:
+def step_sizes(dt: Any, dt_bias: Any, dt_softplus: bool, x: Any, meaning: str) -> Any:
     """The step sizes `[B,T,I or H]` in float32, or as they are where there is nothing to do."""
     if dt_bias is not None:
         check_compute("dt_bias", dt_bias)
@@ -217,7 +217,7 @@ def _scan(*, x: Any, dt: Any, dt_bias: Any, dt_softplus: bool, **arrays: Any) ->
     check_shape("dt", dt, x.shape, "[B, T, I] as x")
     if (part := taking_part(arrays["segments"], arrays["cu_seqlens"], x, "x")) is not None:
         (dt,) = zero_outside(part, dt)
-    return _SELECTIVE_SCAN.canonicalise(x, dt=_steps(dt, dt_bias, dt_softplus, x, "I"), **arrays)
+    return _SELECTIVE_SCAN.canonicalise(x, dt=step_sizes(dt, dt_bias, dt_softplus, x, "I"), **arrays)
 
 
 def _ssd(
@@ -239,7 +239,7 @@ def _ssd(
     """Mamba-2 as a linear recurrence: query C, key B, value dt x, log decay A dt."""
     check_compute("x", x, ndim=4)
     batch, length, heads, channels = x.shape
-    width = _check_groups(x, B, C, n_groups)
+    width = check_groups(x, B, C, n_groups)
     check_compute("dt", dt)
     check_shape("dt", dt, (batch, length, heads), "[B, T, H]")
     part, packed = taking_part(segments, cu_seqlens, x, "x"), cu_seqlens is not None
@@ -257,7 +257,7 @@ def _ssd(
     if part is not None:  # before any product, whose gradient would be 0 * NaN
         x, query, key, dt = zero_outside(part, x, query, key, dt)
     wide = statistics_dtype(str(x.dtype))
-    steps = _steps(dt, dt_bias, dt_softplus, x, "H").astype(wide)
+    steps = step_sizes(dt, dt_bias, dt_softplus, x, "H").astype(wide)
     if part is not None:
         (steps,) = zero_outside(part, steps)  # bias and softplus leave no zeros
     # the lowest finite number for -inf, which times a dt of 0 would be NaN
@@ -290,7 +290,7 @@ _FORGETS = -1000.0
 """A log decay whose exponential is 0 in float64 too."""
 
 
-def _check_groups(x: Any, B: Any, C: Any, n_groups: int | None) -> int:
+def check_groups(x: Any, B: Any, C: Any, n_groups: int | None) -> int:
     """N; B and C are `[B,T,G,N]`, and G divides the heads of x."""
     if n_groups is not None and (isinstance(n_groups, bool) or not isinstance(n_groups, int)):
         raise wrong_type("n_groups", repr(n_groups), "an int or None")

@@ -13,7 +13,7 @@ from ejkernel.call.arrays import statistics_dtype
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_form
-from ejkernel.operations.common.packed import taking_part, zero_outside
+from ejkernel.operations.common.packed import edge_tokens, empty_states, first_tokens, of_every_token, taking_part, zero_outside
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
 from ejkernel.utils.checks import check_compute, check_given, check_shape, finite_number
 
@@ -123,7 +123,7 @@ def _memory(
     if forget_activation == "sigmoid":
         log_forget = jax.nn.log_sigmoid(log_forget)
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state, first = None, jnp.zeros((sequences, 1), wide) + jnp.zeros_like(log_input).sum(axis=1)  # split as the gates are
+    state, first = None, empty_states(log_input, cu_seqlens)
     if initial_state is not None:
         shapes = ((sequences, heads, width, value.shape[3]), (sequences, heads, width), (sequences, heads))
         meanings = ("C [sequences, H, D, V]", "n [sequences, H, D]", "m [sequences, H]")
@@ -159,15 +159,8 @@ def _running_maximum(log_input: Any, log_forget: Any, first: Any, cu_seqlens: An
     length = log_input.shape[1]
     if length == 0:
         return log_input, log_input, first
-    places = jnp.arange(length, dtype=jnp.int32)
-    bounds = None if cu_seqlens is None else jnp.asarray(cu_seqlens, jnp.int32)
-    if bounds is None:
-        own, starts = first[:, None], places == 0
-    else:
-        sequence = jnp.searchsorted(bounds[1:], places, side="right")  # one more for tokens after the last sequence
-        own = jnp.pad(first, ((0, 1), (0, 0)))[sequence][None]
-        starts = places == bounds[sequence]
-    starts = starts[None, :, None]
+    sequence, starts = first_tokens(cu_seqlens, length)
+    own, starts = of_every_token(first, sequence, cu_seqlens), starts[None, :, None]
 
     def after(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
         return one[0] + other[0], jnp.maximum(one[1] + other[0], other[1])
@@ -176,10 +169,7 @@ def _running_maximum(log_input: Any, log_forget: Any, first: Any, cu_seqlens: An
     elements = jax.lax.stop_gradient((jnp.where(starts, -jnp.inf, log_forget), gates))
     peak = jnp.maximum(jax.lax.associative_scan(after, elements, axis=1)[1], -1e30)  # finite where all gates are -inf
     before = jnp.where(starts, own, jnp.roll(peak, 1, axis=1))
-    if bounds is None:
-        return before, peak, peak[:, -1]
-    ends = jnp.maximum(bounds[1:] - 1, 0)
-    return before, peak, jnp.where((bounds[1:] > bounds[:-1])[:, None], peak[0][ends], first)
+    return before, peak, edge_tokens(peak, first, cu_seqlens)
 
 
 MLSTM = class_form("MLSTM", mlstm)

@@ -66,6 +66,49 @@ def taking_part(segments: Any, cu_seqlens: Any, array: Any, name: str) -> Any:
     return jnp.asarray(segments) >= 0
 
 
+def first_tokens(cu_seqlens: Any, length: int) -> tuple[Any, Any]:
+    """Of T tokens, which sequence each is of, `[T]`, n after the last one, and whether it is the first of it, bool `[T]`.
+
+    Without cu_seqlens there is one sequence.
+    """
+    places = jnp.arange(length, dtype=jnp.int32)
+    if cu_seqlens is None:
+        return jnp.zeros_like(places), places == 0
+    bounds = jnp.asarray(cu_seqlens, jnp.int32)
+    sequence = jnp.searchsorted(bounds[1:], places, side="right")
+    return sequence, places == bounds[sequence]
+
+
+def of_every_token(states: Any, sequence: Any, cu_seqlens: Any) -> Any:
+    """States `[B or n, ...]` for the tokens of their sequences (`first_tokens`), `[B, 1 or T, ...]`; 0 after the last one."""
+    if cu_seqlens is None:
+        return states[:, None]
+    return jnp.pad(states, ((0, 1), *[(0, 0)] * (states.ndim - 1)))[sequence][None]
+
+
+def edge_tokens(tokens: Any, otherwise: Any, cu_seqlens: Any, *, first: bool = False) -> Any:
+    """The last token, or the first, of every sequence in `[B,T,...]`; for one without tokens `otherwise` `[B or n, ...]`,
+    None = 0."""
+    if otherwise is None:
+        otherwise = empty_states(tokens, cu_seqlens)
+    if tokens.shape[1] == 0:
+        return otherwise
+    if cu_seqlens is None:
+        return tokens[:, 0 if first else -1]
+    bounds = jnp.asarray(cu_seqlens, jnp.int32)
+    places = jnp.minimum(bounds[:-1], tokens.shape[1] - 1) if first else jnp.maximum(bounds[1:] - 1, 0)
+    filled = (bounds[1:] > bounds[:-1]).reshape(-1, *[1] * (tokens.ndim - 2))
+    return jnp.where(filled, tokens[0][places], otherwise)
+
+
+def empty_states(tokens: Any, cu_seqlens: Any) -> Any:
+    """Zeros `[B or n, ...]`, one for each sequence of tokens `[B,T,...]`, split over devices as these are."""
+    zeros = jnp.zeros_like(tokens).sum(axis=1)
+    if cu_seqlens is None:
+        return zeros
+    return jnp.zeros((cu_seqlens.shape[0] - 1, *[1] * (zeros.ndim - 1)), zeros.dtype) + zeros
+
+
 def segment_starts(ids: Any) -> tuple[Any, Any]:
     """Which tokens take part, and which of them begin a segment after another one, bool like the ids `[..., T]`.
 

@@ -1,0 +1,246 @@
+"""Mamba-3: a state-space model with the exponential-trapezoidal rule and a state that turns as complex numbers do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
+from ejkernel.call.arrays import statistics_dtype
+from ejkernel.call.records import Bound
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.modules._class_api import class_form
+from ejkernel.modules.states import check_groups, step_sizes
+from ejkernel.operations.common.heads import repeat_heads
+from ejkernel.operations.common.packed import (
+    check_bounds,
+    edge_tokens,
+    first_tokens,
+    of_every_token,
+    taking_part,
+    zero_outside,
+)
+from ejkernel.operations.flash_attention.bind import as_flag
+from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
+from ejkernel.utils.checks import check_compute, check_given, check_shape
+
+
+@public()
+def mamba3(
+    x: t.HeadChannels,
+    A: t.HeadRates,
+    B: t.GroupInputs,
+    C: t.GroupInputs,
+    D: t.HeadSkip | None,
+    dt: t.SequencePerHead,
+    trap: t.SequencePerHead,
+    angles: t.PairAngles,
+    *,
+    B_bias: t.HeadInputBias | None = None,
+    C_bias: t.HeadInputBias | None = None,
+    initial_state: t.TrapezoidalState | None = None,
+    cu_seqlens: t.CumulativeLengths | None = None,
+    dt_bias: t.Heads | None = None,
+    dt_softplus: t.Flag = False,
+    precision: t.PrecisionLike | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> tuple[t.HeadChannelsOutput, t.NewTrapezoidalState]:
+    """Mamba-3: `S_t = a_t (S_(t-1) + b_t K_(t-1) x_(t-1)^T) + c_t K_t x_t^T`, `y_t = S_t^T Q_t + D x_t`; single input and output.
+
+    `a = exp(A dt)`, `c = sigmoid(trap) dt` and `b = (1 - sigmoid(trap)) dt`. K and Q are `B + B_bias` and `C + C_bias`, whose
+    channels 2i and 2i + 1 are turned by `theta_t = theta_(t-1) + pi tanh(angles_t) dt_t`, radians, for i below R. The norms of
+    B and C, the gate and the norm of y are the caller's.
+
+    Args:
+        x: `[B,T,H,P]`, float32, bfloat16 or float16; any length.
+        A: `[B,T,H]`, as the model projects it, or `[H]`; already negative. -inf forgets, but for tokens with dt = 0.
+        B: `[B,T,G,N]`, N even; G divides H, and H / G consecutive heads share a group.
+        C: `[B,T,G,N]`.
+        D: `[H]` or `[H,P]`, or None (no skip connection).
+        dt: step sizes `[B,T,H]`, positive; as the model projects them with dt_bias and dt_softplus.
+        trap: `[B,T,H]`, logit of a token's own share; inf is the rule of Mamba-2.
+        angles: `[B,T,M,R]`, before tanh; M divides H, 1 for angles that all heads share, and R is at most N / 2.
+        B_bias: `[H,N]`; None = 0.
+        C_bias: `[H,N]`; None = 0.
+        initial_state: theta `[B,H,R]`, S `[B,H,N,P]`, and K `[B,H,N]` and x `[B,H,P]` of the last token; `[n,H,...]` with
+            cu_seqlens of n sequences; None = zeros.
+        cu_seqlens: cumulative lengths of packed sequences, integers, B = 1; as for `state_space_v1`.
+        dt_bias: `[H]`, added to dt in float32; None = 0.
+        dt_softplus: dt becomes `log(1 + exp(dt))`, after the bias.
+        precision: of the products; None = full precision of the dtype.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation of `linear_recurrence`.
+
+    Returns:
+        y `[B,T,H,P]` in the dtype of x, and the last state, float32, like initial_state, with theta from 0 to 2 pi.
+
+    Raises:
+        ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
+        TypeError: a dtype does not fit.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Mamba-3: Improved Sequence Modeling using State Space Principles, 2026.
+    """
+    check_given(x=x, A=A, B=B, C=C, dt=dt, trap=trap, angles=angles)
+    if initial_state is not None and (not isinstance(initial_state, tuple) or len(initial_state) != 4):
+        raise wrong_type(
+            "initial_state", type(initial_state).__name__, "a tuple of four arrays: theta, S, and the last K and x"
+        )
+    check_bounds(cu_seqlens, "x", x)
+    arrays = {"x": x, "A": A, "B": B, "C": C, "D": D, "dt": dt, "trap": trap, "angles": angles}
+    more = {"B_bias": B_bias, "C_bias": C_bias, "initial_state": initial_state, "cu_seqlens": cu_seqlens, "dt_bias": dt_bias}
+    options = {"precision": precision, "dt_softplus": as_flag("dt_softplus", dt_softplus)}
+    return _LINEAR_RECURRENCE.invoke({**arrays, **more}, options, platform=platform, cfg=cfg, form=_trapezoidal)
+
+
+def _trapezoidal(
+    *,
+    x: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    D: Any,
+    dt: Any,
+    trap: Any,
+    angles: Any,
+    B_bias: Any,
+    C_bias: Any,
+    initial_state: Any,
+    cu_seqlens: Any,
+    dt_bias: Any,
+    dt_softplus: bool,
+    precision: Any,
+) -> Bound:
+    """Mamba-3 as a linear recurrence in which a token brings along what its successor adds of it, `value = (c_t + b_(t+1)) x_t`.
+
+    The state before the successor's decay is that of the definition; what a token reads of its own has b_(t+1) too much.
+    """
+    _check_arrays(x, A, B, C, D, dt, trap, angles, B_bias, C_bias)
+    part = taking_part(None, cu_seqlens, x, "x")
+    _check_state(initial_state, x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, x, B, angles)
+    query, key, rates = C, B, A if A.ndim == 3 else A[None, None]
+    if part is not None:  # before any product, whose gradient would be 0 * NaN
+        x, query, key, dt, trap, angles = zero_outside(part, x, query, key, dt, trap, angles)
+        rates = zero_outside(part, rates)[0] if A.ndim == 3 else rates
+    wide = statistics_dtype(str(x.dtype))
+    steps, wide_x, logit = step_sizes(dt, dt_bias, dt_softplus, x, "H").astype(wide), x.astype(wide), trap.astype(wide)
+    if part is not None:
+        (steps,) = zero_outside(part, steps)  # bias and softplus leave no zeros
+    before = steps * jax.nn.sigmoid(-logit)
+    after = _of_next_token(before, cu_seqlens)
+    theta = state = last_key = last_x = None
+    if initial_state is not None:
+        theta, state, last_key, last_x = (array.astype(wide) for array in initial_state)
+        once = edge_tokens(before, None, cu_seqlens, first=True)[..., None] * last_key
+        state = state + once[..., None] * last_x[:, :, None]
+    turns = _running_turns(steps, angles.astype(wide), theta, cu_seqlens)
+    query, key = _turned(query, C_bias, turns), _turned(key, B_bias, turns)
+    bound = _LINEAR_RECURRENCE.canonicalise(
+        query,
+        key,
+        (wide_x * (steps * jax.nn.sigmoid(logit) + after)[..., None]).astype(x.dtype),
+        steps * jnp.maximum(rates.astype(wide), jnp.finfo(wide).min),  # -inf times a dt of 0 would be NaN
+        initial_state=state,
+        cu_seqlens=cu_seqlens,
+        scale=1.0,
+        return_state=True,
+        precision=precision,
+    )
+
+    def finish(outputs: Any) -> Any:
+        out, state = bound.finish(outputs)
+        wide_key = key.astype(wide)
+        own = (query.astype(wide) * wide_key).sum(axis=-1) * after
+        out = out.astype(wide) - own[..., None] * wide_x
+        if D is not None:
+            skip = D.astype(wide) if D.ndim == 2 else D.astype(wide)[:, None]
+            out = out + wide_x * skip[None, None]
+        kept = ((turns * _TURN, theta), (wide_key, last_key), (wide_x, last_x))
+        new_theta, new_key, new_x = (edge_tokens(tokens, empty, cu_seqlens) for tokens, empty in kept)
+        return out.astype(x.dtype), (new_theta, state, new_key, new_x)
+
+    return Bound(bound.call, bound.inputs, finish)
+
+
+def _of_next_token(array: Any, cu_seqlens: Any) -> Any:
+    """`[B,T,H]` of the next token of the same sequence, 0 at the last one."""
+    _, starts = first_tokens(cu_seqlens, array.shape[1])
+    return jnp.where(jnp.roll(starts, -1)[None, :, None], jnp.zeros_like(array), jnp.roll(array, -1, axis=1))
+
+
+_TURN = 2 * math.pi
+"""Radians. Angles are summed in turns, whose whole part is dropped without rounding."""
+
+
+def _fraction(turns: Any) -> Any:
+    return turns - jnp.floor(turns)
+
+
+def _running_turns(steps: Any, angles: Any, theta: Any, cu_seqlens: Any) -> Any:
+    """Theta of every token `[B,T,H,R]` in turns, from 0 to 1; theta before the first token in radians, None = 0."""
+    sequence, starts = first_tokens(cu_seqlens, steps.shape[1])
+    rates = repeat_heads(jnp.tanh(angles) / 2, steps.shape[2] // angles.shape[2], 2)
+    increments = _fraction(steps[..., None] * rates)
+
+    def after(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+        return one[0] | other[0], jnp.where(other[0], other[1], _fraction(one[1] + other[1]))
+
+    turns = jax.lax.associative_scan(after, (starts[None, :, None, None], increments), axis=1)[1]
+    return turns if theta is None else _fraction(turns + of_every_token(theta / _TURN, sequence, cu_seqlens))
+
+
+def _turned(array: Any, bias: Any, turns: Any) -> Any:
+    """B or C `[B,T,G,N]` with its bias `[H,N]`, the first pairs of neighbours turned by `[B,T,H,R]`: `[B,T,H,N]`."""
+    wide = repeat_heads(array.astype(turns.dtype), turns.shape[2] // array.shape[2], 2)
+    if bias is not None:
+        wide = wide + bias.astype(wide.dtype)[None, None]
+    pairs = wide.reshape(*wide.shape[:3], wide.shape[3] // 2, 2)
+    angle = _TURN * jnp.pad(turns, ((0, 0), (0, 0), (0, 0), (0, pairs.shape[3] - turns.shape[3])))
+    cos, sin, even, odd = jnp.cos(angle), jnp.sin(angle), pairs[..., 0], pairs[..., 1]
+    return jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(wide.shape).astype(array.dtype)
+
+
+def _check_arrays(x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, trap: Any, angles: Any, B_bias: Any, C_bias: Any) -> None:
+    """Refuse dtypes and shapes that do not fit x `[B,T,H,P]`."""
+    check_compute("x", x, ndim=4)
+    batch, length, heads, channels = x.shape
+    width = check_groups(x, B, C, None)
+    if width % 2:
+        raise invalid("B", f"N = {width}", "an even N", remedy="channels are turned in pairs")
+    check_compute("angles", angles, ndim=4)
+    found = (angles.shape[:2], angles.shape[2] > 0 and heads % angles.shape[2] == 0, angles.shape[3] <= width // 2)
+    if found != (x.shape[:2], True, True):
+        meaning = f"[{batch}, {length}, M, R], M a divisor of {heads} heads and R at most N / 2 = {width // 2}"
+        raise invalid("angles", f"shape {tuple(angles.shape)}", meaning)
+    tokens, per_head, biases = ((batch, length, heads), "[B, T, H]"), ((heads,), "[H]"), ((heads, width), "[H, N]")
+    wanted: dict[str, tuple[tuple[int, ...], str]] = {
+        "A": tokens if getattr(A, "ndim", 1) == 3 else per_head,
+        "dt": tokens,
+        "trap": tokens,
+    }
+    wanted["D"] = ((heads, channels), "[H, P]") if getattr(D, "ndim", 1) == 2 else per_head
+    given = {"A": A, "dt": dt, "trap": trap, "D": D, "B_bias": B_bias, "C_bias": C_bias}
+    for name, array in given.items():
+        if array is not None:
+            check_compute(name, array)
+            check_shape(name, array, *wanted.get(name, biases))
+
+
+def _check_state(state: Any, sequences: int, x: Any, B: Any, angles: Any) -> None:
+    """Refuse a state whose four arrays do not fit the arrays of a call."""
+    if state is None:
+        return
+    (heads, channels), width, count = x.shape[2:], B.shape[3], angles.shape[3]
+    shapes = ((heads, count), (heads, width, channels), (heads, width), (heads, channels))
+    meanings = ("theta [sequences, H, R]", "S [sequences, H, N, P]", "K [sequences, H, N]", "x [sequences, H, P]")
+    for array, shape, meaning in zip(state, shapes, meanings, strict=True):
+        check_compute("initial_state", array)
+        check_shape("initial_state", array, (sequences, *shape), meaning)
+
+
+Mamba3 = class_form("Mamba3", mamba3)
