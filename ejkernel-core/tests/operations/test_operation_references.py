@@ -22,7 +22,8 @@ NAMES = tuple(name for name in OPERATIONS if name not in ATTENTION)
 
 def _problems() -> list[Any]:
     cases = [(name, case) for name in NAMES for case in importlib.import_module(f"ejkernel.operations.{name}.cases").CASES]
-    return [pytest.param(name, case, id=f"{name}-{case.name}") for name, case in cases if not case.is_benchmark]
+    finite = [(name, case) for name, case in cases if not case.is_benchmark and "nan" not in case.tags]
+    return [pytest.param(name, case, id=f"{name}-{case.name}") for name, case in finite]
 
 
 def _as_float64(array: Any) -> np.ndarray:
@@ -30,9 +31,12 @@ def _as_float64(array: Any) -> np.ndarray:
     return array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
-def _weighted_sum(outputs: Any, weights: Any) -> float:
+def _weighted_difference(high: Any, low: Any, weights: Any) -> float:
     """Places that are infinite (a log-sum-exp over nothing) have no weight."""
-    return sum(float(np.vdot(np.where(weight == 0, 0, getattr(outputs, name)), weight)) for name, weight in named(weights))
+    return sum(
+        float(np.vdot(np.where(weight == 0, 0, getattr(high, name) - getattr(low, name)), weight))
+        for name, weight in named(weights)
+    )
 
 
 def _check_dimensions(operation: Any, call: Any, arrays: dict[str, Any]) -> None:
@@ -76,13 +80,15 @@ def test_backward_is_the_derivative_of_forward(name: str, case: Any) -> None:
     assert found == {key: value.shape for key, value in differentiable.items()}
     for key, value in differentiable.items():
         moved = np.isfinite(value)
-        if "wide-range" in case.tags:  # a step as large as the others would leave 0 far behind
+        if "wide-range" in case.tags or case.name.startswith("normalised"):  # such a step would leave 0 far behind
             moved &= value != 0
         direction = np.where(moved, rng.standard_normal(value.shape), 0)
-        step = 1e-6 * max(1e-3, float(np.abs(value[np.isfinite(value)]).max(initial=0)))
+        finite = value[np.isfinite(value)]
+        spread = float(np.abs(finite - np.median(finite)).max()) if finite.size else 0.0
+        step = 1e-6 * max(1e-3, spread or float(np.abs(finite).max(initial=0)))
         high, low = (reference.forward(call, inputs._replace(**{key: value + s * direction})) for s in (step, -step))
         moving = cotangents._replace(**dict.fromkeys(operation.constants))
-        slope = (_weighted_sum(high, moving) - _weighted_sum(low, moving)) / (2 * step)
+        slope = _weighted_difference(high, low, moving) / (2 * step)
         gradient = getattr(gradients, key)
         assert np.isfinite(gradient).all()
         size = np.sqrt(np.sum(gradient**2)) + np.abs(slope)
