@@ -77,7 +77,7 @@ REFERENCES = {
     "products": Reference(
         "Matrix products, losses, quantization",
         "Grouped, quantized and collective products; losses; packed weights.",
-        homes=("matmuls", "collectives", "losses"),
+        homes=("matmuls", "collectives", "losses", "divergences"),
         names=("ejkernel.CrossEntropyOutput", "ejkernel.KLDivergenceOutput"),
         modules=("ejkernel.quantization",),
     ),
