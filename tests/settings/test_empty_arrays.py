@@ -49,12 +49,9 @@ def test_explicit_mesh(name: str, axis: str):
 
 MAPPED = {
     "flash_attention": "t",
-    "gla": "v",
+    "gla_attention": "v",
     "kernel_delta_attention": "v",
-    "recurrent": "v",
     "retention": "v",
-    "rwkv6": "v",
-    "rwkv7": "v",
 }
 """Functions that take a mesh, and the axis of theirs that is without elements."""
 

@@ -263,11 +263,16 @@ def _dense_cache(
         check_shape(name, given, (batch, length, given.shape[2]), "[B, S, K]")
         return given.reshape(batch * length, 1, given.shape[2])
 
+    def rows(cache: Any) -> Any:
+        if batch * length == 0:  # of explicit shardings JAX cannot merge such axes
+            return jnp.zeros((0, 1, *cache.shape[2:]), cache.dtype)
+        return cache.reshape(batch * length, 1, *cache.shape[2:])
+
     tokens = jnp.arange(length, dtype=jnp.int32)
     bound = _paged.one_token_each(
         query=query,
-        key_pages=key.reshape(batch * length, 1, *key.shape[2:]),
-        value_pages=value.reshape(batch * length, 1, *value.shape[2:]),
+        key_pages=rows(key),
+        value_pages=rows(value),
         kv_lens=jnp.maximum(end - first, 0),
         block_tables=jnp.arange(batch, dtype=jnp.int32)[:, None] * length + first[:, None] + tokens[None],
         sliding_window=sliding_window,

@@ -70,8 +70,6 @@ CASES = (
     Case("mixed", _arrays(_MIXED, spare_tokens=2)),
     Case("scaled", _arrays(((2, 3), (1, 6)), scales=(2,)), tags=frozenset({"transforms"})),
     Case("dropped", _arrays(((2, 2), (2, 6)), broken=True)),
-    Case("no-value-channels", _arrays(((2, 3), (1, 6)), value_size=0)),
-    Case("no-pages", _arrays(_DECODE, cached=False)),
     Case("no-tokens", _arrays(((0, 3), (0, 1)))),
     Case("no-requests", _arrays((), spare_tokens=2)),
     Case("int8", _arrays(_MIXED, stored="int8", scales=())),
