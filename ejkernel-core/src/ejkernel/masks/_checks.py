@@ -22,6 +22,11 @@ def is_concrete(array: Any) -> bool:
     return isinstance(array, (np.ndarray, jax.Array)) and not isinstance(array, jax.core.Tracer)
 
 
+def is_here(array: Any) -> bool:
+    """Whether this host can read all values now: those of several hosts it cannot."""
+    return is_concrete(array) and getattr(array, "is_fully_addressable", True)
+
+
 def as_array(name: str, value: Any) -> Any:
     """Lists and NumPy arrays become NumPy arrays; JAX arrays, tracers and shape structs stay what they are."""
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
@@ -51,7 +56,7 @@ def integers(name: str, value: Any, axes: str, *, remedy: str = "") -> Any:
     if len(array.shape) != len(words):
         raise invalid(name, f"shape {tuple(array.shape)}", f"[{', '.join(words)}]")
     # ids of other types could wrap to padding; what is traced or of several hosts cannot be looked at
-    known = is_concrete(array) and getattr(array, "is_fully_addressable", True)
+    known = is_here(array)
     wide = jnp.iinfo(array.dtype).max >= 2**31
     if wide and not known and jnp.issubdtype(array.dtype, jnp.unsignedinteger):
         raise wrong_type(name, f"traced values of dtype {array.dtype}", "int32, which holds them", remedy="convert them before")

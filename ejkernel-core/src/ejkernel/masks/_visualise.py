@@ -98,17 +98,13 @@ def _said(info: Parts) -> list[tuple[str, str]]:
 
 
 def _picture(info: Parts) -> str:
-    known = all(_checks.is_concrete(array) and _is_here(array) for array in jax.tree.leaves(info))
+    known = all(_checks.is_here(array) for array in jax.tree.leaves(info))
     if not known or info.q_len is None or info.kv_len is None or not 0 < info.q_len * info.kv_len <= _DRAWN:
         return ""
     with jax.ensure_compile_time_eval():  # it may be shown while something else is traced
         mask = np.asarray(info.materialize()[0, 0])
     rows, cols = _blocks_of(mask.shape, _SQUARES, _SQUARES)
     return picture([[float(mask[np.ix_(row, col)].mean()) for col in cols] for row in rows], summary(info))
-
-
-def _is_here(array: Any) -> bool:
-    return getattr(array, "is_fully_addressable", True)
 
 
 def _short(array: Any) -> str:

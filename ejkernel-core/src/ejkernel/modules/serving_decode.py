@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -200,19 +201,21 @@ def _flat_buffer(
             raise invalid("page_size", page_size, f"a divisor of the {buffer.shape[0]} tokens of {name}")
         return buffer.reshape(buffer.shape[0] // page_size, page_size, *buffer.shape[1:])
 
-    def scale(name: str, given: Any) -> Any:
-        if len(getattr(given, "shape", ())) != 2:
-            return given
-        check_shape(name, given, (key_pages.shape[0], given.shape[1]), "[tokens, K]")
-        return given.reshape(-1, page_size, given.shape[1])
-
     return _paged.one_token_each(
         key_pages=paged("key_buffer", key_pages),
         value_pages=paged("value_buffer", value_pages),
-        k_scale=scale("k_scale", k_scale),
-        v_scale=scale("v_scale", v_scale),
+        k_scale=_of_rows("k_scale", k_scale, key_pages.shape[:1], "[tokens, K]", page_size),
+        v_scale=_of_rows("v_scale", v_scale, key_pages.shape[:1], "[tokens, K]", page_size),
         **rest,
     )
+
+
+def _of_rows(name: str, scale: Any, rows: tuple[int, ...], meaning: str, page_size: int) -> Any:
+    """A scale of each stored row `[*rows, K]` by pages; any other as it is."""
+    if len(getattr(scale, "shape", ())) != len(rows) + 1:
+        return scale
+    check_shape(name, scale, (*rows, scale.shape[-1]), meaning)
+    return scale.reshape(math.prod(rows) // page_size, page_size, scale.shape[-1])
 
 
 def _dense_cache(
@@ -257,12 +260,6 @@ def _dense_cache(
             first, sliding_window = jnp.maximum(first, end - window), None
         chunk_size = None
 
-    def scale(name: str, given: Any) -> Any:
-        if len(getattr(given, "shape", ())) != 3:
-            return given
-        check_shape(name, given, (batch, length, given.shape[2]), "[B, S, K]")
-        return given.reshape(batch * length, 1, given.shape[2])
-
     def rows(cache: Any) -> Any:
         if batch * length == 0:  # of explicit shardings JAX cannot merge such axes
             return jnp.zeros((0, 1, *cache.shape[2:]), cache.dtype)
@@ -277,8 +274,8 @@ def _dense_cache(
         block_tables=jnp.arange(batch, dtype=jnp.int32)[:, None] * length + first[:, None] + tokens[None],
         sliding_window=sliding_window,
         chunk_size=chunk_size,
-        k_scale=scale("k_scale", k_scale),
-        v_scale=scale("v_scale", v_scale),
+        k_scale=_of_rows("k_scale", k_scale, (batch, length), "[B, S, K]", 1),
+        v_scale=_of_rows("v_scale", v_scale, (batch, length), "[B, S, K]", 1),
         **rest,
     )
     finish = (lambda outputs: bound.finish(outputs)[:, None]) if one_axis_more else bound.finish

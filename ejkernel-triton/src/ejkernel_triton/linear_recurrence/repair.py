@@ -11,14 +11,7 @@ segment walked token after token.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.linear_recurrence.tiles import MIN_LOG, gamma_of, segment_of, state_of
-
-
-@triton.jit
-def row_at(p, i_token, i_head, i_column, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):
-    """Pointers to channels of one head of a token, `[BLOCK]`, and which of them exist."""
-    o_column = i_column + tl.arange(0, BLOCK)
-    return p + (i_token * HEADS + i_head // (R.heads // HEADS)) * SIZE + o_column, o_column < SIZE
+from ejkernel_triton.linear_recurrence.tiles import MIN_LOG, gamma_of, load_vector, segment_of, state_of, vector_at
 
 
 @triton.jit
@@ -66,7 +59,7 @@ def repair_kernel(
     else:
         step = 1
     if valid & (count > 1):
-        p_row, m_row = row_at(p_found, i_first + (count - 1) * step, i_head, i_column, R.heads, R.channels, BLOCK_V, R)
+        p_row, m_row = vector_at(p_found, i_first + (count - 1) * step, i_head, i_column, R.heads, R.channels, BLOCK_V, R)
         if not is_finite(p_row, m_row):
             b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
             if BEFORE:
@@ -74,15 +67,11 @@ def repair_kernel(
                 b_state = tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)
             for i_step in range(count):
                 i_token = i_first + i_step * step
-                p_row, m_row = row_at(p_query, i_token, i_head, 0, R.query_heads, R.width, BLOCK_K, R)
-                b_query = tl.load(p_row, mask=m_row, other=0.0).to(tl.float32)
-                p_row, m_row = row_at(p_key, i_token, i_head, 0, R.key_heads, R.width, BLOCK_K, R)
-                b_key = tl.load(p_row, mask=m_row, other=0.0).to(tl.float32)
-                p_row, m_row = row_at(p_value, i_token, i_head, i_column, R.value_heads, R.channels, BLOCK_V, R)
-                b_value = tl.load(p_row, mask=m_row, other=0.0).to(tl.float32)
+                b_query = load_vector(p_query, i_token, i_head, 0, R.query_heads, R.width, BLOCK_K, R)
+                b_key = load_vector(p_key, i_token, i_head, 0, R.key_heads, R.width, BLOCK_K, R)
+                b_value = load_vector(p_value, i_token, i_head, i_column, R.value_heads, R.channels, BLOCK_V, R)
                 if R.decay == "key":
-                    p_row, m_row = row_at(p_gk, i_token, i_head, 0, R.gk_heads, R.width, BLOCK_K, R)
-                    b_log = tl.load(p_row, mask=m_row, other=0.0).to(tl.float32)
+                    b_log = load_vector(p_gk, i_token, i_head, 0, R.gk_heads, R.width, BLOCK_K, R)
                     b_state *= tl.exp(tl.where(b_log < MIN_LOG, MIN_LOG, b_log))[:, None]
                 if R.decay == "scalar":
                     log = 0.0
@@ -93,5 +82,5 @@ def repair_kernel(
                     b_state *= tl.exp(tl.where(log < MIN_LOG, MIN_LOG, log))
                 b_state += b_key[:, None] * b_value[None, :]
                 b_out = tl.sum(b_state * (b_query * R.scale)[:, None], axis=0)
-                p_row, m_row = row_at(p_out, i_token, i_head, i_column, R.heads, R.channels, BLOCK_V, R)
+                p_row, m_row = vector_at(p_out, i_token, i_head, i_column, R.heads, R.channels, BLOCK_V, R)
                 tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=m_row)

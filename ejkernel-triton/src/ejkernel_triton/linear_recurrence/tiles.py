@@ -118,6 +118,24 @@ def row_of(p, i_token, i_head, HEADS: tl.constexpr, CHUNK: tl.constexpr, R: tl.c
 
 
 @triton.jit
+def vector_at(p, i_token, i_head, i_column, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):
+    """Pointers to channels of one head of a token, from `[tokens, HEADS, SIZE]`, and which of them exist, `[BLOCK]`."""
+    o_column = i_column + tl.arange(0, BLOCK)
+    return p + (i_token * HEADS + i_head // (R.heads // HEADS)) * SIZE + o_column, o_column < SIZE
+
+
+@triton.jit
+def load_vector(p, i_token, i_head, i_column, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):
+    """The same in float32."""
+    p_vector, m_vector = vector_at(p, i_token, i_head, i_column, HEADS, SIZE, BLOCK, R)
+    if SIZE % BLOCK == 0:
+        b_vector = tl.load(p_vector)
+    else:
+        b_vector = tl.load(p_vector, mask=m_vector, other=0.0)
+    return b_vector.to(tl.float32)
+
+
+@triton.jit
 def state_of(p, i_index, i_head, i_column, R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
     """Pointers to the state `[BLOCK_K, BLOCK_V]` of one head, and which of them exist."""
     o_row, o_column = tl.arange(0, BLOCK_K), i_column + tl.arange(0, BLOCK_V)

@@ -174,12 +174,14 @@ def _accumulate(attention: Attention, tile: Tiles, fixed: _Fixed, index: Any, st
     d_key_scale = jnp.where(scores.visible, d_raw * scores.raw, 0)
     d_value_scale, value_head_scale = jnp.where(scores.visible, weights * products, 0), _of_heads(attention.value_scale)
     sums = _Sums(
-        _add_to_pages(sums.key, block, d_key),
-        _add_to_pages(sums.value, block, d_value),
+        _add_to_pages(sums.key, block, lambda: d_key),
+        _add_to_pages(sums.value, block, lambda: d_value),
         _plus(sums.key_scale, lambda: call.scale * jnp.sum(d_key_scale * _times(scores.key_factor, 1), (0, 2, 3, 4))),
         _plus(sums.value_scale, lambda: jnp.sum(d_value_scale * _times(scores.value_factor, 1), (0, 2, 3, 4))),
-        _add_to_pages(sums.key_token_scale, block, call.scale * jnp.sum(d_key_scale * _times(key_scale, 1), (0, 2, 3)).T),
-        _add_to_pages(sums.value_token_scale, block, jnp.sum(d_value_scale * _times(value_head_scale, 1), (0, 2, 3)).T),
+        _add_to_pages(
+            sums.key_token_scale, block, lambda: call.scale * jnp.sum(d_key_scale * _times(key_scale, 1), (0, 2, 3)).T
+        ),
+        _add_to_pages(sums.value_token_scale, block, lambda: jnp.sum(d_value_scale * _times(value_head_scale, 1), (0, 2, 3)).T),
         _plus(sums.alibi_slopes, lambda: jnp.sum(d_logits * attention.distance(tile, block), (0, 3, 4))),
         sums.qq_bias if sums.qq_bias is None else sums.qq_bias.at[scores.bias_at].add(jnp.sum(d_logits, (1, 2)), mode="drop"),
     )
@@ -201,11 +203,11 @@ def _plus(total: Any, part: Any) -> Any:
 
 
 def _add_to_pages(total: Any, block: Block, part: Any) -> Any:
-    """Add `[s,k,d]` or `[s,k]` at the keys of a block of one tile."""
+    """Add what `part()` gives, `[s,k,d]` or `[s,k]`, at the keys of a block of one tile."""
     if total is None:
         return None
     page = jnp.where(block.exists[0], block.page[0], total.shape[0])
-    return total.at[page, block.offset[0]].add(part, mode="drop")
+    return total.at[page, block.offset[0]].add(part(), mode="drop")
 
 
 def _by_input(call: PagedAttentionCall, member: PagedAttentionInputs, sums: _Sums) -> dict[str, Any]:
