@@ -80,6 +80,10 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "precision",
     ),
     "mean_pooling": ("cu_seqlens",),
+    "native_sparse_attention": (
+        "sequence_starts",
+        "return_lse",
+    ),
     "paged_attention": (
         "value_pages",
         "sinks",

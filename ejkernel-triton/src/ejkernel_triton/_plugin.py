@@ -44,6 +44,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("layer_norm"),
             *_both_phases("linear_recurrence"),
             *_both_phases("mean_pooling"),
+            *_both_phases("native_sparse_attention"),
             _implementation("paged_attention", "forward"),
             _implementation("paged_cache_update", "forward"),
             *_both_phases("rms_norm"),
