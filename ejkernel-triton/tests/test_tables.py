@@ -20,6 +20,7 @@ NOT_TUNED = {
     "cross_entropy",
     "delta_rule",
     "mean_pooling",
+    "native_sparse_attention",
     "paged_cache_update",
     "rope",
     "rwkv4",

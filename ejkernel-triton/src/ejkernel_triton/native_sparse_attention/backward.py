@@ -77,9 +77,7 @@ def native_sparse_attention_key_gradient_kernel(
     m_token = i_token < length
     o_keys = (o_tokens + i_tile * P.block_k) * P.key_heads + i_head
     b_key = load_tile(p_key + o_keys * P.size, o_key, m_token, P.key_heads * P.size, P.size, P.block_d)
-    b_value = load_tile(
-        p_value + o_keys * P.value_size, o_key, m_token, P.key_heads * P.value_size, P.value_size, P.block_v
-    )
+    b_value = load_tile(p_value + o_keys * P.value_size, o_key, m_token, P.key_heads * P.value_size, P.value_size, P.block_v)
     b_dkey = tl.full([P.block_k, P.block_d], 0.0, tl.float32)
     b_dvalue = tl.full([P.block_k, P.block_v], 0.0, tl.float32)
     p_visits += begin

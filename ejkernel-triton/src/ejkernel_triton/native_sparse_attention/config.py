@@ -6,7 +6,7 @@ import dataclasses
 
 from ejkernel.operations.native_sparse_attention.interface import NativeSparseAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
-from ejkernel_triton._blocks import dot_block
+from ejkernel_triton._blocks import MIN_DOT_SIZE, dot_block
 from ejkernel_triton._capability import shared_memory_limit
 
 
@@ -28,8 +28,8 @@ class BackwardConfig:
     """Attributes:
     query_*: of the dQ kernel, as in forward.
     key_block_k: keys whose gradients a program of the dK/dV kernel owns; a power of two.
-    key_rows: query heads of one of its steps; a power of two.
-    key_chunk: query heads after which another program takes over.
+    key_rows: rows of one of its steps, which are the query heads of the queries that read these keys; a power of two.
+    key_chunk: rows of a program; what more a tile of keys has goes to other programs.
     """
 
     query_block_k: int
@@ -42,95 +42,77 @@ class BackwardConfig:
     key_num_stages: int
 
 
-_WIDE = 128
-"""Head size from which on tiles have to be smaller."""
+_FORWARD = ((64, 2, 3), (64, 4, 3), (64, 4, 2), (64, 2, 2), (64, 1, 2), (32, 2, 3), (32, 1, 3), (128, 4, 2))
+_QUERY = ((64, 4, 2), (64, 2, 2), (64, 4, 3), (32, 2, 3))
+"""Keys of a step, warps, stages. Traffic from L2 limits these kernels: what counts are bytes in flight."""
+_KEY = ((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (64, 32, 4, 3), (64, 64, 4, 4), (128, 64, 8, 2))
+"""Keys of a program, rows of a step, warps, stages."""
+_WIDE_KEY = ((64, 32, 8, 2), (64, 32, 8, 1), (32, 32, 4, 2), (32, 32, 4, 1))
+"""For heads above 128: both gradients of a tile are held in registers."""
+_CHUNKS = (8192, 2048, 32768)
+_EXACT_STEP = ((16, 4, 2), (16, 4, 1))
+_EXACT_KEY = ((16, 16, 4, 2), (16, 16, 4, 1))
+"""For float32, which is multiplied without tensor cores: larger tiles take minutes to compile."""
+_EXCHANGED = 24 * 1024
+"""Bytes of shared memory for what warps exchange."""
 
 
-def _largest_step(call: NativeSparseAttentionCall) -> int:
-    """Keys of a step: no more than a query's list holds, and float32 has small tiles, as it is multiplied without tensor cores."""
-    if call.query.dtype == "float32":
-        return 16
-    return min(dot_block(call.block_indices.shape[3] * min(call.block_size, call.query.shape[1])), 128)
+class _Model:
+    """Which tiles suit a call and a target."""
 
+    def __init__(self, call: NativeSparseAttentionCall, target: Target) -> None:
+        size, value_size = call.query.shape[3], call.value.shape[3]
+        self.block_size = min(call.block_size, max(call.query.shape[1], 1))
+        self.listed = call.block_indices.shape[3] * self.block_size
+        self.exact, self.wide = call.query.dtype == "float32", max(size, value_size) > 128
+        self.row = (dot_block(size) + dot_block(value_size)) * (4 if self.exact else 2)
+        self.limit = shared_memory_limit(target)
 
-def _half(call: NativeSparseAttentionCall) -> bool:
-    return call.query.dtype != "float32"
+    def _fits(self, rows: int) -> bool:
+        return rows * self.row + _EXCHANGED <= self.limit
 
+    def steps(self, wished: tuple[tuple[int, int, int], ...]) -> list[tuple[int, int, int]]:
+        """Keys, warps and stages of kernels that walk through a query's list; steps are no longer than the list."""
+        found: list[tuple[int, int, int]] = []
+        for keys, warps, stages in _EXACT_STEP if self.exact else wished:
+            keys, warps = min(keys, dot_block(self.listed)), 4 if self.wide else warps
+            if self._fits(keys * stages):
+                found.append((keys, warps, stages))
+        return list(dict.fromkeys(found)) or [(MIN_DOT_SIZE, 4, 1)]
 
-def _widths(call: NativeSparseAttentionCall) -> int:
-    """Bytes of a key and its value."""
-    return (dot_block(call.query.shape[3]) + dot_block(call.value.shape[3])) * (2 if _half(call) else 4)
-
-
-def _fits(call: NativeSparseAttentionCall, target: Target, rows: int, stages: int, held: int) -> bool:
-    """Whether `rows` of both operands in each stage, and `held` rows besides, fit into shared memory, with what products exchange."""
-    return (rows * max(stages, 1) + held) * _widths(call) + 32 * 1024 <= shared_memory_limit(target)
-
-
-_FORWARD = ((64, 2, 3), (64, 4, 3), (64, 4, 2), (64, 1, 2), (64, 2, 2), (32, 2, 3), (32, 1, 3), (32, 4, 3), (128, 4, 2))
-_QUERY = ((64, 4, 2), (64, 2, 2), (64, 4, 3), (32, 2, 3), (32, 4, 3))
-_KEY = ((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (64, 32, 4, 3), (64, 128, 8, 2), (128, 64, 8, 2))
-
-
-def _wide(call: NativeSparseAttentionCall) -> bool:
-    return max(call.query.shape[3], call.value.shape[3]) > _WIDE
-
-
-def _forward_configs(call: NativeSparseAttentionCall, target: Target) -> list[ForwardConfig]:
-    most, found = _largest_step(call), []
-    for keys, warps, stages in _FORWARD:
-        config = ForwardConfig(min(keys, most), 4 if _wide(call) or not _half(call) else warps, stages)
-        if _fits(call, target, config.block_k, stages, 0):
-            found.append(config)
-    return list(dict.fromkeys(found)) or [ForwardConfig(min(16, most), 4, 1)]
-
-
-def _key_tile(call: NativeSparseAttentionCall, keys: int) -> int:
-    """A tile that is longer than a block is visited by queries that see a part of it."""
-    return min(keys, dot_block(min(call.block_size, call.query.shape[1])))
-
-
-def _backward_configs(call: NativeSparseAttentionCall, target: Target) -> list[BackwardConfig]:
-    groups = call.query.shape[2] // call.key.shape[2]
-    entries = call.block_indices.shape[1] * call.block_indices.shape[3]
-    most, wide, half = _largest_step(call), _wide(call), _half(call)
-    queries: list[tuple[int, int, int]] = []
-    for keys, warps, stages in _QUERY:
-        one = (min(keys, most), 4 if wide or not half else warps, stages)
-        if _fits(call, target, one[0], stages, 0):
-            queries.append(one)
-    tiles: list[tuple[int, int, int, int]] = []
-    for keys, rows, warps, stages in _KEY:
-        limit = 16 if not half else 32 if wide else 128
-        one = (_key_tile(call, min(keys, 64 if half else 16)), min(rows, limit), 8 if wide else warps, stages)
-        if keys > 64 and half and not wide:
-            one = (_key_tile(call, keys), *one[1:])
-        if _fits(call, target, one[1], stages, one[0]):
-            tiles.append(one)
-    queries = list(dict.fromkeys(queries)) or [(min(16, most), 4, 1)]
-    tiles = list(dict.fromkeys(tiles)) or [(16, 16, 4, 1)]
-    chunk = 8192
-    del groups, entries
-    found = [(queries[0], one, chunk) for one in tiles] + [(one, tiles[0], chunk) for one in queries]
-    found += [(queries[0], tiles[0], 2048), (queries[0], tiles[0], 32768)]
-    made = [BackwardConfig(*query, *one[:2], size, *one[2:]) for query, one, size in found]
-    return list(dict.fromkeys(made))
+    def tiles(self) -> list[tuple[int, int, int, int]]:
+        """Keys, rows, warps and stages of the dK/dV kernel; of a tile longer than a block, each query would see a part."""
+        found: list[tuple[int, int, int, int]] = []
+        for keys, rows, warps, stages in _EXACT_KEY if self.exact else _WIDE_KEY if self.wide else _KEY:
+            keys = min(keys, dot_block(self.block_size))
+            if self._fits(keys + rows * stages):
+                found.append((keys, rows, warps, stages))
+        return list(dict.fromkeys(found)) or [(MIN_DOT_SIZE, MIN_DOT_SIZE, 4, 1)]
 
 
 def forward_space(call: NativeSparseAttentionCall, target: Target) -> list[ForwardConfig]:
-    return _forward_configs(call, target)
-
-
-def forward_heuristic(call: NativeSparseAttentionCall, target: Target) -> ForwardConfig:
-    return _forward_configs(call, target)[0]
+    return [ForwardConfig(*step) for step in _Model(call, target).steps(_FORWARD)]
 
 
 def backward_space(call: NativeSparseAttentionCall, target: Target) -> list[BackwardConfig]:
-    return _backward_configs(call, target)
+    """The best guess, and what differs from it in one of the kernels."""
+    model = _Model(call, target)
+    steps, tiles, chunk = model.steps(_QUERY), model.tiles(), _CHUNKS[0]
+    wished = [
+        *((step, tiles[0], chunk) for step in steps),
+        *((steps[0], tile, chunk) for tile in tiles),
+        *((steps[0], tiles[0], other) for other in _CHUNKS),
+    ]
+    found = (BackwardConfig(*step, *tile[:2], size, *tile[2:]) for step, tile, size in wished)
+    return list(dict.fromkeys(found))
+
+
+def forward_heuristic(call: NativeSparseAttentionCall, target: Target) -> ForwardConfig:
+    return forward_space(call, target)[0]
 
 
 def backward_heuristic(call: NativeSparseAttentionCall, target: Target) -> BackwardConfig:
-    return _backward_configs(call, target)[0]
+    return backward_space(call, target)[0]
 
 
 FORWARD = ConfigSpace(ForwardConfig, forward_heuristic, forward_space)
