@@ -19,6 +19,7 @@ NOT_TUNED = {
     "causal_conv1d",
     "cross_entropy",
     "delta_rule",
+    "latent_paged_attention",
     "mean_pooling",
     "paged_cache_update",
     "rope",
