@@ -25,6 +25,7 @@ NOT_TUNED = {
     "rope",
     "rwkv4",
     "selective_scan",
+    "sparse_latent_attention",
 }
 
 

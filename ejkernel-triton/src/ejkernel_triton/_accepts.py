@@ -133,5 +133,6 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "where",
         "scale",
     ),
+    "sparse_latent_attention": ("return_lse",),
 }
 """Operation -> fields."""

@@ -52,6 +52,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("rwkv4"),
             *_both_phases("selective_scan"),
             *_both_phases("softmax"),
+            _implementation("sparse_latent_attention", "forward"),
         ),
         custom_calls=("triton_kernel_call",),
     )

@@ -20,6 +20,8 @@ DEFAULT_MULTIPROCESSORS = 132
 _WGMMA = (9, 0)
 _WGMMA_ROWS = 64
 """Least long side of an MMA instruction of Hopper; smaller products use those of Ampere."""
+_MOST_WARPS = 8
+"""Warps whose registers a multiprocessor holds, where each thread uses all that it may."""
 _SPARE = 10 * 1024
 """Bytes of shared memory for weights, reductions and changes of layout."""
 
@@ -123,38 +125,53 @@ def _of_rows(problem: Problem, target: Target, tokens: int, heads: int) -> Itera
     """Configs of one tile, the best guess first."""
     rows = dot_block(tokens * heads)
     hopper = (target.capability or _WGMMA) >= _WGMMA
+    limit = shared_memory_limit(target)
     for keys_first, block_k, warps, most in _steps(problem, rows, hopper):
-        limit = shared_memory_limit(target)
+        # Buffers that wgmma reads stay in use for a stage more.
         stages = next((n for n in range(most, 1, -1) if _bytes(problem, rows, block_k, n - (not hopper)) <= limit), 1)
-        yield LatentAttentionConfig(
-            tokens, heads, block_k, splits_of(problem, target, tokens, heads, block_k), warps, stages, keys_first
-        )
+        beside = max(1, min(_MOST_WARPS // warps, limit // _bytes(problem, rows, block_k, stages - (not hopper))))
+        splits = splits_of(problem, target, tokens, heads, block_k, beside)
+        yield LatentAttentionConfig(tokens, heads, block_k, splits, warps, stages, keys_first)
 
 
 def _steps(problem: Problem, rows: int, hopper: bool) -> list[tuple[bool, int, int, int]]:
     """keys_first, block_k, num_warps and the most stages."""
-    wide = problem.channels > 256
     if problem.itemsize == 4:
-        return [(False, 16, 8 if wide else 4, 2)]
+        return [(False, 16, 8 if problem.channels > 256 else 4, 2)]
     most = max(MIN_DOT_SIZE, min(64, next_power_of_2(problem.keys)))
+    short = min(32, most)
     few = rows < _WGMMA_ROWS
     warps = 8 if rows * dot_block(problem.latent) > 32 * MAX_LATENT else 4
     if not hopper:
-        return [(few, min(32, most), warps, 3), (few, min(64, most), warps, 2), (not few, min(32, most), warps, 3)]
-    return [(few, most, warps, 3), (few, most, 12 - warps, 3), (few, min(32, most), warps, 4)]
+        return [(few, short, warps, 3), (few, most, warps, 2), (not few, short, warps, 3)]
+    if not few:
+        return [(False, most, warps, 3), (False, short, warps, 4)]
+    if (
+        problem.stored < problem.itemsize
+    ):  # transposed, converted keys are operands in registers, which no asynchronous copy fills
+        return [(False, short, 4, 4), (False, most, 8, 3), (True, most, 4, 3)]
+    return [(True, most, 4, 3), (True, most, 8, 3), (False, short, 4, 3)]
 
 
 def _bytes(problem: Problem, rows: int, block_k: int, buffers: int) -> int:
     """Shared memory of queries, keys that are read and on their way, converted copies of 8-bit ones, and what else is needed."""
     tile = block_k * problem.channels
     converted = tile * problem.itemsize if problem.stored != problem.itemsize else 0
-    return rows * problem.channels * problem.itemsize + buffers * tile * problem.stored + converted + _SPARE
+    return rows * problem.channels * problem.itemsize + max(buffers, 1) * tile * problem.stored + converted + _SPARE
 
 
-def splits_of(problem: Problem, target: Target, tokens: int, heads: int, block_k: int) -> int:
-    """The number with the fewest steps until the last program is done, each split costing what its results' traffic does."""
+def splits_of(problem: Problem, target: Target, tokens: int, heads: int, block_k: int, beside: int = 1) -> int:
+    """The number with the fewest steps until the last program is done, each split costing what its results' traffic does.
+
+    Args:
+        problem: what is split.
+        target: of the call.
+        tokens, heads: of a tile.
+        block_k: keys of a step.
+        beside: programs that a multiprocessor runs at once.
+    """
     tiles = max(1, -(-problem.queries // tokens) * -(-problem.heads // heads))
-    programs = multiprocessors(target) or DEFAULT_MULTIPROCESSORS
+    programs = beside * (multiprocessors(target) or DEFAULT_MULTIPROCESSORS)
     blocks = max(-(-problem.keys // block_k), 1)
     rows = dot_block(tokens * heads)
     extra = 1 + 4 * rows / MAX_ROWS
