@@ -19,11 +19,13 @@ NOT_TUNED = {
     "causal_conv1d",
     "cross_entropy",
     "delta_rule",
+    "latent_paged_attention",
     "mean_pooling",
     "paged_cache_update",
     "rope",
     "rwkv4",
     "selective_scan",
+    "sparse_latent_attention",
 }
 
 

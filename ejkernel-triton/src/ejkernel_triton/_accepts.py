@@ -61,6 +61,15 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "transpose_rhs",
         "precision",
     ),
+    "latent_paged_attention": (
+        "key_scale",
+        "value_scale",
+        "first_keys",
+        "window",
+        "soft_cap",
+        "precision",
+        "return_lse",
+    ),
     "layer_norm": (
         "scale",
         "epsilon",
@@ -124,5 +133,6 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "where",
         "scale",
     ),
+    "sparse_latent_attention": ("return_lse",),
 }
 """Operation -> fields."""

@@ -41,6 +41,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("delta_rule"),
             *_both_phases("flash_attention"),
             *_both_phases("grouped_matmul"),
+            _implementation("latent_paged_attention", "forward"),
             *_both_phases("layer_norm"),
             *_both_phases("linear_recurrence"),
             *_both_phases("mean_pooling"),
@@ -51,6 +52,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("rwkv4"),
             *_both_phases("selective_scan"),
             *_both_phases("softmax"),
+            _implementation("sparse_latent_attention", "forward"),
         ),
         custom_calls=("triton_kernel_call",),
     )
