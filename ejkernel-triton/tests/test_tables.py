@@ -21,6 +21,7 @@ NOT_TUNED = {
     "delta_rule",
     "mean_pooling",
     "paged_cache_update",
+    "quantized_matmul",
     "rope",
     "rwkv4",
     "selective_scan",
