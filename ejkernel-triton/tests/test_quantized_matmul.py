@@ -13,6 +13,7 @@ from ejkernel.operations.quantized_matmul import reference
 from ejkernel.operations.quantized_matmul.cases import CASES, packed
 from ejkernel.operations.quantized_matmul.interface import OPERATION, QuantizedMatmulInputs, QuantizedMatmulOutputs
 from ejkernel.plugin import Target
+from ejkernel.quantization.codes import NF4
 from ejkernel_triton.quantized_matmul import capability
 from ejkernel_triton.quantized_matmul.config import FORWARD, Config
 
@@ -149,6 +150,18 @@ def test_codes_that_are_not_numbers(mode):
     w[0, 3, 1] |= np.uint32(0x7F)  # the first code of the second word: column 4
     out = np.asarray(kernel.forward(call, inputs._replace(w=jnp.asarray(w)), TILES["one"]).out)
     assert np.isnan(out[..., 4]).all() and np.isfinite(np.delete(out, 4, axis=2)).all()
+
+
+def test_values_of_nf4_in_bfloat16():
+    """A polynomial in the place of the table, within a tenth of what bfloat16 rounds off, and 0 is 0; x is the identity."""
+    rng = np.random.default_rng(0)
+    arrays = {"x": np.eye(16, dtype=np.float32), **packed(rng, 16, 64, "nf4", 4, 64)}
+    arrays["w"] = np.tile(np.array([0x76543210, 0xFEDCBA98], np.uint32), (16, 4))
+    arrays["scales"] = np.ones((16, 1), np.float32)
+    call, inputs = bound_of(arrays, {"mode": "nf4", "group_size": 64}, "bfloat16")
+    found = np.asarray(kernel.forward(call, inputs, TILES["one"]).out[0], np.float64)
+    np.testing.assert_allclose(found, np.tile(NF4.astype(np.float64), (16, 4)), rtol=2**-8 + 2e-4, atol=0)
+    assert (found[:, 7] == 0).all()
 
 
 def test_sections_are_summed_in_order():

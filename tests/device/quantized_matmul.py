@@ -4,8 +4,8 @@
 
 Numbers: every format in both layouts against the float64 reference, forward and backward, 4-bit affine weights with every config of
 the search spaces, each twice, bit by bit. Times: configs at the sizes of a model, each compared with XLA in float32, beside XLA and a
-plain product of bfloat16 weights (`plain`). Device times by CUPTI, over so many copies of the weights that L2 does not hold them,
-per product; "backward" is the gradient of x, "all" that of scales and zeros too. Prints tables, writes `quantized_matmul.json` under
+plain product of bfloat16 weights (`plain`). Device times by CUPTI, per product, over more copies of the weights than L2 holds;
+"backward" is the gradient of x, "all" that of scales and zeros too. Prints tables, writes `quantized_matmul.json` under
 `--out` (or `$OUT`), exits with 1 if a number is wrong.
 
 `--only` of numbers,times; `--problems` names, comma separated; `--most` configs of each problem and phase besides the heuristic's
@@ -207,7 +207,7 @@ class Problem:
         return self.inputs, self.grad
 
     def program(self, phase: str, cfg: Any) -> Any:
-        """Compiled, over all copies, of which the first one's results are kept: a config of ours, None for XLA, "exact", "plain"."""
+        """Compiled, over all copies of the weights: a config of ours, None for XLA, "exact", "plain"."""
         if cfg == "exact":
             return self._exact(phase)
         if cfg == "plain":

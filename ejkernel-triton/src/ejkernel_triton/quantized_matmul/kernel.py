@@ -18,6 +18,7 @@ from ejkernel.operations.quantized_matmul.interface import (
     QuantizedMatmulInputs,
     QuantizedMatmulOutputs,
 )
+from ejkernel.plugin import current_target
 from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._interpret import interpreting
 from ejkernel_triton._jax_triton import call_kernel
@@ -46,7 +47,7 @@ class _Weights:
             "BITS": call.bits,
             "GROUP": call.group_size,
             "PERIOD": self.period,
-            "ASM": not interpreting(),
+            "ASM": _assembly(),
         }
 
     def times(self, left: Any, config: Config, *, packed_inner: bool) -> Any:
@@ -120,6 +121,13 @@ class _Weights:
         """Columns by their place in a period: those that are multiplied with the codes of one place are contiguous."""
         left = jnp.pad(left, ((0, 0), (0, 0), (0, -left.shape[2] % self.period)))
         return left.reshape(*left.shape[:2], -1, self.period).swapaxes(2, 3)
+
+
+def _assembly() -> int:
+    """See `weights_at`."""
+    if interpreting():
+        return 0
+    return 2 if (current_target().capability or (8, 0)) >= (8, 9) else 1
 
 
 def _multiplies_nothing(call: QuantizedMatmulCall) -> bool:
