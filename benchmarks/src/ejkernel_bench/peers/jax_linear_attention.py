@@ -1,4 +1,4 @@
-"""jax-linear-attention (`jla`): linear attention, the delta rule and Mamba's scan in Mosaic GPU."""
+"""jax-linear-attention (`jla`): linear attention, the delta rule, Mamba's scan and a fused loss in Mosaic GPU."""
 
 from __future__ import annotations
 
@@ -94,10 +94,30 @@ def _selective_scan(call: Any, inputs: Any) -> Function | str:
     return scan
 
 
+def _linear_cross_entropy(call: Any, inputs: Any) -> Function | str:
+    from jla.ops.cross_entropy import linear_cross_entropy_objective
+
+    reason = beyond(call, "x", "targets", "head", "transpose_head", "label_smoothing", "z_loss")
+    if reason or call.x.shape[0] != 1 or len(call.x.shape) != 3:
+        return reason or "takes one matrix of rows"
+
+    def loss(x: Any) -> Mapping[str, Any]:
+        head = x.head[0] if call.transpose_head else x.head[0].T
+        options = {"z_loss_weight": call.z_loss, "label_smoothing": call.label_smoothing, "ignore_index": -1}
+        return {"total": linear_cross_entropy_objective(x.x[0], head, x.targets[0], **options).objective_sum[None]}
+
+    return loss
+
+
 PEERS = (
     Peer(
         "jla",
-        {"linear_recurrence": _linear_recurrence, "delta_rule": _delta_rule, "selective_scan": _selective_scan},
+        {
+            "linear_recurrence": _linear_recurrence,
+            "delta_rule": _delta_rule,
+            "selective_scan": _selective_scan,
+            "linear_cross_entropy": _linear_cross_entropy,
+        },
         ("jla",),
         {"jax-linear-attention": ""},
     ),
