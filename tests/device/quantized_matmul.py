@@ -3,8 +3,8 @@
     python tests/device/quantized_matmul.py --out results
 
 Numbers: every format in both layouts against the float64 reference, forward and backward, 4-bit affine weights with every config of
-the search spaces, each twice, bit by bit. Times: configs at the sizes of a model, each compared with XLA in float32, beside XLA and a
-plain product of bfloat16 weights (`plain`). Device times by CUPTI, per product, over more copies of the weights than L2 holds;
+the search spaces, each twice, bit by bit. Times: configs at the sizes of a model, each compared with XLA in float32, beside XLA and
+a plain product of bfloat16 weights (`plain`). Device times by CUPTI, per product, over more copies of the weights than L2 holds;
 "backward" is the gradient of x, "all" that of scales and zeros too. Prints tables, writes `quantized_matmul.json` under
 `--out` (or `$OUT`), exits with 1 if a number is wrong.
 

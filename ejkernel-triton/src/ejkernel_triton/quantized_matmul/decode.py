@@ -177,9 +177,10 @@ def weights_at(
     An affine one is `factor * (2**BITS + code) + shift`, one FMA, whose first operand is made of bits. float32 results are
     `factor * (code - shift)` instead.
 
-    ASM is 0 in the interpreter, which knows no PTX and, on some hosts, no subnormal numbers; 1 on a GPU; 2 on one that converts E4M3.
+    ASM is 0 in the interpreter, which knows no PTX and, on some hosts, no subnormal numbers; 1 on a GPU; 2 on one that converts
+    E4M3.
     """
-    if MODE == "affine" or (MODE == "nf4" and tl.bfloat16 == DTYPE):
+    if MODE == "affine" or (MODE == "nf4" and DTYPE.is_bf16()):
         b_codes = code_at(b_words, PLACE, BITS, 23 - BITS)
         if ASM:
             b_raised = tl.inline_asm_elementwise(RAISE[BITS], "=r,r", [b_codes], dtype=tl.float32, is_pure=True, pack=1)

@@ -127,7 +127,8 @@ def _assembly() -> int:
     """See `weights_at`."""
     if interpreting():
         return 0
-    return 2 if (current_target().capability or (8, 0)) >= (8, 9) else 1
+    capability = current_target().capability
+    return 2 if capability is not None and capability >= (8, 9) else 1
 
 
 def _multiplies_nothing(call: QuantizedMatmulCall) -> bool:
