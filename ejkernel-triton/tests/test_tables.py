@@ -22,6 +22,7 @@ NOT_TUNED = {
     "latent_paged_attention",
     "mean_pooling",
     "paged_cache_update",
+    "quantized_matmul",
     "rope",
     "rwkv4",
     "selective_scan",

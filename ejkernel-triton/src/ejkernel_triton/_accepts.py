@@ -110,6 +110,13 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "value_scale",
         "layout",
     ),
+    "quantized_matmul": (
+        "zeros",
+        "transpose",
+        "mode",
+        "bits",
+        "group_size",
+    ),
     "rms_norm": (
         "scale",
         "epsilon",

@@ -47,6 +47,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("mean_pooling"),
             _implementation("paged_attention", "forward"),
             _implementation("paged_cache_update", "forward"),
+            *_both_phases("quantized_matmul"),
             *_both_phases("rms_norm"),
             *_both_phases("rope"),
             *_both_phases("rwkv4"),
