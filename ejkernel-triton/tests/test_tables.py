@@ -21,6 +21,7 @@ NOT_TUNED = {
     "delta_rule",
     "latent_paged_attention",
     "mean_pooling",
+    "native_sparse_attention",
     "paged_cache_update",
     "quantized_matmul",
     "rope",
