@@ -81,6 +81,15 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "transpose_rhs",
         "precision",
     ),
+    "latent_paged_attention": (
+        "key_scale",
+        "value_scale",
+        "first_keys",
+        "window",
+        "soft_cap",
+        "precision",
+        "return_lse",
+    ),
     "layer_norm": (
         "scale",
         "epsilon",
@@ -125,6 +134,13 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "value_scale",
         "layout",
     ),
+    "quantized_matmul": (
+        "zeros",
+        "transpose",
+        "mode",
+        "bits",
+        "group_size",
+    ),
     "rms_norm": (
         "scale",
         "epsilon",
@@ -148,5 +164,6 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "where",
         "scale",
     ),
+    "sparse_latent_attention": ("return_lse",),
 }
 """Operation -> fields."""
