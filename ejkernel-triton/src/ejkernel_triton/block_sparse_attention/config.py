@@ -27,8 +27,15 @@ def _divided(call: BlockSparseAttentionCall, found: _C) -> _C:
     return dataclasses.replace(found, **sizes)
 
 
+_MASKED_KEYS = 32
+"""Keys of a forward tile with a dense mask: beside a loop over full tiles, twice as many spill."""
+
+
 def forward_heuristic(call: BlockSparseAttentionCall, target: Target) -> ForwardConfig:
-    found = config.forward_heuristic(dense_call_of(call), target)
+    dense_call = dense_call_of(call)
+    found = config.forward_heuristic(dense_call, target)
+    if dense_call.mask is not None:
+        found = dataclasses.replace(found, block_k=min(found.block_k, _MASKED_KEYS))
     return _divided(call, dataclasses.replace(found, overlap=False, always_mask=False))
 
 
