@@ -11,7 +11,7 @@ namespace ejkernel {
 constexpr int kMaxWarps = 16;
 constexpr int kMaxCluster = 16;
 constexpr int kMaxThreads = 32 * kMaxWarps;
-constexpr int kMaxValues = 2;
+constexpr int kMaxValues = 3;
 template <int VALUES = kMaxValues>
 constexpr int kScratch = 2 * VALUES * kMaxWarps;  // floats for reductions of so many values at once
 constexpr int kClusterMbarriers = 4;

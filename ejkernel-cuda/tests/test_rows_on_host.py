@@ -268,6 +268,31 @@ def test_norm_forward_of_a_wide_range(name, launch, spread):
         assert relative(saved[0], problem.outputs.mean, WIDE[spread][1] * problem.outputs.mean.size**0.5) < 2e-6
 
 
+SINGLE = [launch for launch in LAUNCHES if launch[0] == "float32" and launch[1] > 1]
+
+
+@pytest.mark.parametrize("launch", SINGLE, ids=str)
+def test_mean_near_zero(launch):
+    """A mean that is far smaller than the row's first element is not rounded as that is."""
+    dtype, width, *knobs = launch
+    problem = Norm("layer_norm", dtype, width, 0, spread=(0.0, 1.0))
+    problem.x[..., 0] = 100.0
+    problem.x[..., 1] = -100.0 - problem.x[..., 2:].astype(np.float64).sum(-1) + 0.01 * width
+    _, mean, _ = problem.forward(*knobs, workers=2)
+    assert relative(mean, problem.x.astype(np.float64).mean(-1)) < 1e-4
+
+
+@pytest.mark.parametrize("launch", SINGLE, ids=str)
+def test_norm_backward_of_rows_far_from_zero(launch):
+    """Whose mean float32 rounds by more than gradients may be off."""
+    dtype, width, *knobs = launch
+    problem = Norm("layer_norm", dtype, width, 1, spread=WIDE["far"])
+    d_x, d_scale, _ = problem.backward(*knobs, workers=2)
+    assert relative(d_x, problem.gradients.x, problem.floor) < TOLERANCE[dtype]
+    in_registers = knobs[2] > 0
+    assert relative(d_scale, problem.gradients.scale) < (3e-6 if in_registers else 1e-3)
+
+
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
 def test_norm_backward(launch, name):

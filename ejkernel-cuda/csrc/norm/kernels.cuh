@@ -257,7 +257,7 @@ struct Forward {
   template <int ITEMS>
   struct RowState {
     static constexpr bool kHolds = CENTRED && ITEMS <= kMaxItems;
-    float pivot;  // the row's first element; 0 unless CENTRED
+    float pivot;  // `pivot_of` the row; 0 unless CENTRED
     float centred[kHolds ? ITEMS : 1][N], from;
   };
   template <class Source, int ITEMS>
@@ -303,7 +303,18 @@ struct Forward {
     return row_state;
   }
 
-  __device__ float pivot_of(int64_t row) const { return to_float(x[row * width]); }
+  // The row's first element; in float32 only of a row whose first elements are close together, for beside a mean near zero the
+  // saved mean would keep the rounding of the pivot.
+  __device__ float pivot_of(int64_t row) const {
+    const T* from = x + row * width;
+    const float first = to_float(*from);
+    if constexpr (sizeof(T) == 4) {
+      float spread = 0.f;
+      for (int column = 1; column < min(width, 4); ++column) spread = fmaxf(spread, fabsf(to_float(from[column]) - first));
+      return spread * 8.f <= fabsf(first) ? first : 0.f;
+    }
+    return first;
+  }
 
   // An element of a row, or 0 outside of it, in units of `unit` from the pivot.
   __device__ float relative(float value, float pivot, bool there = true) const {
@@ -594,7 +605,10 @@ struct Backward {
   int width;
   float inverse_width, scale_offset;
 
-  static constexpr int kStreams = ADDED ? 3 : 2, kFound = CENTRED ? 2 : 1;
+  // Whether the mean of normalised rows, which the saved mean's rounding leaves, is taken out. Elements of two bytes are further
+  // apart than a mean in float32 can be off.
+  static constexpr bool kCentresAgain = CENTRED && sizeof(T) == 4;
+  static constexpr int kStreams = ADDED ? 3 : 2, kFound = CENTRED ? kCentresAgain ? 3 : 2 : 1;
   static constexpr bool kFlushes = true;
   static constexpr RowPath kPath = RowPath::kPipelined;
   static constexpr int kMaxClusterItems = 0;
@@ -646,7 +660,7 @@ struct Backward {
 
   template <int ITEMS, Span SPAN>
   __device__ void measure(const SharedRow<T, N, ITEMS> (&rows)[1], RowState<ITEMS> (&row_states)[1], ThreadState<ITEMS>& state,
-                          const Columns&, Reducer& reducer, float (&founds)[1][kFound]) const {
+                          const Columns& columns, Reducer& reducer, float (&founds)[1][kFound]) const {
     const SharedRow<T, N, ITEMS>& slots = rows[0];
     RowState<ITEMS>& row_state = row_states[0];
     float (&found)[kFound] = founds[0];
@@ -666,15 +680,21 @@ struct Backward {
         if constexpr (!ADDED) state.offset[at] += grads[i];
         found[0] += of_scale * state.factor[item][i];
         if constexpr (CENTRED) found[1] += grads[i] * state.factor[item][i];
+        if constexpr (kCentresAgain) found[2] += columns.has(item) ? normalised : 0.f;
       }
     }
     reducer.template all<Add, SPAN>(found);
   }
 
   template <int ITEMS, class Found>
-  __device__ void finish(const SharedRow<T, N, ITEMS>& slots, const RowState<ITEMS>& row_state, const ThreadState<ITEMS>& state,
+  __device__ void finish(const SharedRow<T, N, ITEMS>& slots, const RowState<ITEMS>& row_state, ThreadState<ITEMS>& state,
                          const RowCoord& coord, const Found& found) const {
-    const float dot = found.total(0) * inverse_width, sum = CENTRED ? found.total(CENTRED) * inverse_width : 0.f;
+    float dot = found.total(0) * inverse_width, rest = 0.f;
+    const float sum = CENTRED ? found.total(CENTRED) * inverse_width : 0.f;
+    if constexpr (kCentresAgain) {
+      rest = found.total(2) * inverse_width;
+      dot -= rest * sum;
+    }
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       const bool there = coord.has(item);
@@ -690,6 +710,10 @@ struct Backward {
           normalised[i] = row_state.normalised[i];
         else
           normalised[i] = normalise(normalised[i], row_state.mean, row_state.rstd);
+        if constexpr (kCentresAgain) {
+          normalised[i] -= rest;
+          state.scale[item * N + i] -= grads[i] * rest;
+        }
       }
       write(result, normalised, grads, at, state.factor[item], row_state.rstd, dot, sum, there);
     }
@@ -735,19 +759,22 @@ struct Backward {
   __device__ void multipass(int64_t row, Reducer& reducer) const {
     const ParameterRow<T> factors = scale.row(row, rows_per_batch);
     const float inverse = rstd[row], centre = CENTRED ? mean[row] : 0.f;
-    float sums[CENTRED ? 2 : 1] = {}, factor[N], values[N], grads[N];
+    float sums[kFound] = {}, factor[N], values[N], grads[N];
     for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
       widen(load<T, N>(x + row * width + column), values);
       widen(load<T, N>(grad + row * width + column), grads);
       factors.template read<N>(column, scale_offset, 1.f, factor);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const float weighted = grads[i] * factor[i];
-        sums[0] += weighted * normalise(values[i], centre, inverse);
+        const float weighted = grads[i] * factor[i], normalised = normalise(values[i], centre, inverse);
+        sums[0] += weighted * normalised;
         if constexpr (CENTRED) sums[1] += weighted;
+        if constexpr (kCentresAgain) sums[2] += normalised;
       }
     }
     reducer.template all<Add>(sums);
+    const float rest = kCentresAgain ? sums[kFound - 1] * inverse_width : 0.f;
+    const float sum = CENTRED ? sums[CENTRED] * inverse_width : 0.f, dot = sums[0] * inverse_width - rest * sum;
     for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
       widen(load<T, N>(x + row * width + column), values);
       widen(load<T, N>(grad + row * width + column), grads);
@@ -755,14 +782,13 @@ struct Backward {
       float result[N];
       if constexpr (ADDED) widen(load<T, N>(grad_sum + row * width + column), result);
 #pragma unroll
-      for (int i = 0; i < N; ++i) values[i] = normalise(values[i], centre, inverse);
-      write(result, values, grads, row * width + column, factor, inverse, sums[0] * inverse_width,
-            CENTRED ? sums[CENTRED] * inverse_width : 0.f);
+      for (int i = 0; i < N; ++i) values[i] = normalise(values[i], centre, inverse) - rest;
+      write(result, values, grads, row * width + column, factor, inverse, dot, sum);
     }
   }
 };
 
-// The partial sums of `Backward`, one column per thread, for rows too wide for registers.
+// The partial sums of `Backward`, one column per thread, for rows too wide for registers; centred by the saved mean alone.
 template <typename T, bool CENTRED>
 __global__ void column_sums(const T* __restrict__ x, const float* __restrict__ mean, const float* __restrict__ rstd,
                             const T* __restrict__ grad, float* __restrict__ d_scale, float* __restrict__ d_offset, Rows split,

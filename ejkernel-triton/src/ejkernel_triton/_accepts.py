@@ -5,6 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 ACCEPTS: Mapping[str, tuple[str, ...]] = {
+    "block_sparse_attention": (
+        "bias",
+        "mask",
+        "query_segments",
+        "key_segments",
+        "query_positions",
+        "key_positions",
+        "sinks",
+        "key_tiles",
+        "full_tiles",
+        "causal",
+        "query_offset",
+        "window",
+        "chunk_size",
+        "prefix",
+        "soft_cap",
+        "q_blocksize",
+        "kv_blocksize",
+        "mask_builder",
+    ),
     "causal_conv1d": (
         "bias",
         "initial_state",
@@ -89,6 +109,10 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "precision",
     ),
     "mean_pooling": ("cu_seqlens",),
+    "native_sparse_attention": (
+        "sequence_starts",
+        "return_lse",
+    ),
     "paged_attention": (
         "value_pages",
         "sinks",
@@ -109,6 +133,13 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "key_scale",
         "value_scale",
         "layout",
+    ),
+    "quantized_matmul": (
+        "zeros",
+        "transpose",
+        "mode",
+        "bits",
+        "group_size",
     ),
     "rms_norm": (
         "scale",

@@ -36,6 +36,7 @@ def ejkernel_plugin() -> Plugin:
         requires=("triton", "jax_triton"),
         versions={"triton": ">=3.6,<4", "jax-triton": ">=0.3.1,<0.4"},
         implementations=(
+            *_both_phases("block_sparse_attention"),
             *_both_phases("causal_conv1d"),
             *_both_phases("cross_entropy"),
             *_both_phases("delta_rule"),
@@ -45,8 +46,10 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("layer_norm"),
             *_both_phases("linear_recurrence"),
             *_both_phases("mean_pooling"),
+            *_both_phases("native_sparse_attention"),
             _implementation("paged_attention", "forward"),
             _implementation("paged_cache_update", "forward"),
+            *_both_phases("quantized_matmul"),
             *_both_phases("rms_norm"),
             *_both_phases("rope"),
             *_both_phases("rwkv4"),

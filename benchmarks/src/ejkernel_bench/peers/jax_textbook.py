@@ -127,7 +127,7 @@ def _products(call: Any, inputs: Any, dtype: Any) -> Any:
 
 def _losses(call: Any, inputs: Any, logits: Any) -> tuple[Any, Any]:
     if inputs.head_bias is not None:
-        logits = logits + inputs.head_bias[0]
+        logits = logits + per_row(inputs.head_bias, logits.ndim)
     logits = logits.astype(jnp.float32)
     if call.soft_cap is not None:
         logits = call.soft_cap * jnp.tanh(logits / call.soft_cap)

@@ -1,0 +1,201 @@
+"""`quantized_matmul` in Triton on a machine without a GPU: numbers in the interpreter, refusals, machine code ahead of time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.operations.common.tolerance import deviation
+from ejkernel.operations.quantized_matmul import reference
+from ejkernel.operations.quantized_matmul.cases import CASES, packed
+from ejkernel.operations.quantized_matmul.interface import OPERATION, QuantizedMatmulInputs, QuantizedMatmulOutputs
+from ejkernel.plugin import Target
+from ejkernel.quantization.codes import NF4
+from ejkernel_triton.quantized_matmul import capability
+from ejkernel_triton.quantized_matmul.config import FORWARD, Config
+
+pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
+from ejkernel_triton import testing
+from ejkernel_triton.quantized_matmul import kernel
+
+H200 = Target("gpu", "NVIDIA H200", "9.0")
+SMALL = [case for case in CASES if not case.tags & {"bench", "bench-cpu"}]
+TILES = {
+    "one": Config(16, 16, 16, 1, 1, 1),
+    "sections": Config(16, 16, 16, 3, 1, 1),
+    "unpacked": Config(16, 16, 8, 1, 1, 1, unpack=True),
+}
+FORMATS = [
+    *(("affine", bits, group) for bits, group in ((2, 32), (3, 32), (3, 16), (4, 32), (5, 64), (6, 16), (7, 7), (8, 32))),
+    *(("nf4", 4, 32), ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16), ("nvfp8", 8, 16)),
+]
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setenv("EJKERNEL_TRITON_INTERPRET", "1")
+    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
+
+
+def bound_of(arrays, options, dtype="float32"):
+    made = {name: np.asarray(value) for name, value in arrays.items()}
+    made = {name: jnp.asarray(x, dtype if x.dtype == np.float32 else x.dtype) for name, x in made.items()}
+    bound = OPERATION.canonicalise(**made, **options)
+    return bound.call, bound.inputs
+
+
+def drawn(rows, inner, columns, mode, bits, group, *, transpose=False, dtype="float32"):
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((rows, inner)) / inner**0.5).astype(np.float32)
+    stored = (columns, inner) if transpose else (inner, columns)
+    arrays = {"x": x, **packed(rng, *stored, mode, bits, group)}
+    return bound_of(arrays, {"mode": mode, "bits": bits, "group_size": group, "transpose": transpose}, dtype)
+
+
+def wide(values):
+    return type(values)(
+        *(
+            value if value is None or value.dtype in (jnp.uint32, jnp.uint8) else np.asarray(value).astype(np.float64)
+            for value in values
+        )
+    )
+
+
+def check(call, inputs, choice, limits=(2e-6, 1e-5)):
+    """Output and every gradient against the reference, in the norm."""
+    outputs = kernel.forward(call, inputs, choice)
+    exact = reference.forward(call, wide(inputs))
+    assert outputs.out.dtype == inputs.x.dtype
+    assert deviation(outputs.out, exact.out).norm < limits[0]
+    rng = np.random.default_rng(1)
+    cotangents = QuantizedMatmulOutputs(jnp.asarray(rng.standard_normal(exact.out.shape), inputs.x.dtype))
+    found = kernel.backward(call, inputs, outputs, cotangents, choice)
+    wanted = reference.backward(call, wide(inputs), exact, wide(cotangents))
+    for name, like in wanted._asdict().items():
+        value = getattr(found, name)
+        assert (value is None) == (like is None), name
+        if value is not None:
+            assert value.dtype == getattr(inputs, name).dtype, name
+            assert deviation(value, like, floor=1e-3).norm < limits[1], name
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("choice", TILES.values(), ids=TILES)
+def test_every_case(case, choice):
+    check(*bound_of(case.arrays(np.random.default_rng(0)), case.options), choice)
+
+
+@pytest.mark.parametrize("mapped", [("x",), ("x", "w"), ("x", "scales"), ("x", "w", "scales", "zeros")], ids="-".join)
+@pytest.mark.parametrize("choice", TILES.values(), ids=TILES)
+def test_weights_of_every_member(mapped, choice):
+    """What `jax.vmap` makes: members share an array or have their own."""
+    call, inputs = drawn(3, 40, 32, "affine", 4, 16)
+    several = {
+        name: jnp.concatenate([array, array[:, ::-1]]) if name in mapped else array for name, array in inputs._asdict().items()
+    }
+    specs = {name: dataclasses.replace(getattr(call, name), shape=array.shape) for name, array in several.items()}
+    call, inputs = dataclasses.replace(call, **specs), QuantizedMatmulInputs(**several)
+    each = [QuantizedMatmulInputs(*(array[member % array.shape[0]][None] for array in inputs)) for member in range(2)]
+    outputs = kernel.forward(call, inputs, choice)
+    exact = [reference.forward(call, wide(own)) for own in each]
+    assert deviation(outputs.out, np.concatenate([own.out for own in exact])).norm < 2e-6
+    grad = jnp.cos(jnp.arange(float(outputs.out.size))).reshape(outputs.out.shape)
+    found = kernel.backward(call, inputs, outputs, QuantizedMatmulOutputs(grad), choice)
+    wanted = [
+        reference.backward(call, wide(own), out, QuantizedMatmulOutputs(np.asarray(grad[member][None], np.float64)))
+        for member, (own, out) in enumerate(zip(each, exact, strict=True))
+    ]
+    for name in ("x", "scales", "zeros"):
+        parts = np.concatenate([getattr(own, name) for own in wanted])
+        like = parts if name in mapped else parts.sum(axis=0, keepdims=True)
+        assert deviation(getattr(found, name), like).norm < 1e-5, name
+
+
+@pytest.mark.parametrize(("mode", "bits", "group"), FORMATS, ids=lambda value: str(value))
+@pytest.mark.parametrize("transpose", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize(("dtype", "limits"), [("bfloat16", (8e-3, 1.6e-2)), ("float16", (1e-3, 2.5e-3))])
+def test_every_format_in_16_bits(mode, bits, group, transpose, dtype, limits):
+    """Several tiles of each axis, the last of each not full."""
+    size = 7 * 24 if group == 7 else 3 * 64
+    inner, columns = (size, 24) if transpose else (24, size)
+    call, inputs = drawn(18, inner, columns, mode, bits, group, transpose=transpose, dtype=dtype)
+    choice = Config(16, 16, 16 if transpose else 8, 2, 1, 1)
+    gradient = Config(16, 16, 8 if transpose else 16, 2, 1, 1)
+    outputs = kernel.forward(call, inputs, choice)
+    exact = reference.forward(call, wide(inputs))
+    assert deviation(outputs.out, exact.out).norm < limits[0]
+    grad = QuantizedMatmulOutputs(jnp.asarray(np.cos(np.arange(exact.out.size)).reshape(exact.out.shape), dtype))
+    found = kernel.backward(call, inputs, outputs, grad, gradient)
+    assert deviation(found.x, reference.backward(call, wide(inputs), exact, wide(grad)).x).norm < limits[1]
+
+
+def test_hidden_numbers_do_not_reach_the_result():
+    """Rows of x beside the last tile's, and what lies behind the last word of a row."""
+    call, inputs = drawn(3, 20, 48, "affine", 3, 16)
+    w = np.asarray(inputs.w).copy()
+    used = 48 * 3 % 32
+    w[..., -1] |= np.uint32(0xFFFFFFFF << used & 0xFFFFFFFF)
+    choice = TILES["sections"]
+    want = kernel.forward(call, inputs, choice).out
+    np.testing.assert_array_equal(kernel.forward(call, inputs._replace(w=jnp.asarray(w)), choice).out, want)
+
+
+@pytest.mark.parametrize("mode", ["mxfp8", "nvfp8"])
+def test_codes_that_are_not_numbers(mode):
+    call, inputs = drawn(2, 16, 32, mode, 8, 32 if mode == "mxfp8" else 16)
+    w = np.asarray(inputs.w).copy()
+    w[0, 3, 1] |= np.uint32(0x7F)  # the first code of the second word: column 4
+    out = np.asarray(kernel.forward(call, inputs._replace(w=jnp.asarray(w)), TILES["one"]).out)
+    assert np.isnan(out[..., 4]).all() and np.isfinite(np.delete(out, 4, axis=2)).all()
+
+
+def test_values_of_nf4_in_bfloat16():
+    """A polynomial in the place of the table, within a tenth of what bfloat16 rounds off, and 0 is 0; x is the identity."""
+    rng = np.random.default_rng(0)
+    arrays = {"x": np.eye(16, dtype=np.float32), **packed(rng, 16, 64, "nf4", 4, 64)}
+    arrays["w"] = np.tile(np.array([0x76543210, 0xFEDCBA98], np.uint32), (16, 4))
+    arrays["scales"] = np.ones((16, 1), np.float32)
+    call, inputs = bound_of(arrays, {"mode": "nf4", "group_size": 64}, "bfloat16")
+    found = np.asarray(kernel.forward(call, inputs, TILES["one"]).out[0], np.float64)
+    np.testing.assert_allclose(found, np.tile(NF4.astype(np.float64), (16, 4)), rtol=2**-8 + 2e-4, atol=0)
+    assert (found[:, 7] == 0).all()
+
+
+def test_sections_are_summed_in_order():
+    """The same result every time, and no section without a step: 40 rows are three blocks of 16."""
+    call, inputs = drawn(2, 40, 32, "affine", 4, 32)
+    one = kernel.forward(call, inputs, dataclasses.replace(TILES["sections"], split_k=3)).out
+    np.testing.assert_array_equal(kernel.forward(call, inputs, dataclasses.replace(TILES["sections"], split_k=9)).out, one)
+
+
+def test_what_is_refused():
+    call, _ = drawn(2, 16, 32, "affine", 4, 32)
+    assert capability.supports_forward(call, H200) is None
+    assert "8.0" in capability.supports_forward(call, Target("gpu", "NVIDIA T4", "7.5"))
+    wide_call = dataclasses.replace(call, x=dataclasses.replace(call.x, dtype="float64"))
+    assert "float64" in capability.supports_backward(wide_call, H200)
+    long = dataclasses.replace(call, x=dataclasses.replace(call.x, shape=(1, 2, 2**24)))
+    assert "8388608" in capability.supports_forward(long, H200)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 4096])
+def test_enough_programs_and_no_section_without_work(rows):
+    """Few rows fill an H100 twice; many rows unpack the weights once."""
+    (case,) = (case for case in CASES if case.name == "bench-4096x4096x14336")
+    call, _ = dataclasses_of(case, rows)
+    chosen = FORWARD.heuristic(call, H200)
+    assert chosen.unpack == (rows == 4096)
+    if not chosen.unpack:
+        tiles = -(-14336 // (chosen.block_periods * 8)) * -(-rows // chosen.block_m)
+        assert tiles * chosen.split_k >= 2 * 132
+        assert chosen.split_k <= 4096 // chosen.block_rows
+    assert len(FORWARD.search_space(call, H200)) <= 12
+
+
+def dataclasses_of(case, rows):
+    arrays = {"x": np.zeros((rows, 4096), np.float32), "w": np.zeros((4096, 14336 // 8), np.uint32)}
+    arrays |= {name: np.zeros((4096, 14336 // 64), np.float32) for name in ("scales", "zeros")}
+    return bound_of(arrays, case.options, "bfloat16")
