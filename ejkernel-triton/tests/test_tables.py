@@ -16,6 +16,7 @@ ENTRIES = [entry for path in _plugin.ejkernel_tuned_configs() for entry in Autot
 
 
 NOT_TUNED = {
+    "block_sparse_attention",
     "causal_conv1d",
     "cross_entropy",
     "delta_rule",
