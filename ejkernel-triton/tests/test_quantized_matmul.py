@@ -14,7 +14,7 @@ from ejkernel.operations.quantized_matmul.cases import CASES, packed
 from ejkernel.operations.quantized_matmul.interface import OPERATION, QuantizedMatmulInputs, QuantizedMatmulOutputs
 from ejkernel.plugin import Target
 from ejkernel.quantization.codes import NF4
-from ejkernel_triton.quantized_matmul import capability
+from ejkernel_triton.quantized_matmul import capability, gradients
 from ejkernel_triton.quantized_matmul.config import FORWARD, Config
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
@@ -162,6 +162,12 @@ def test_values_of_nf4_in_bfloat16():
     found = np.asarray(kernel.forward(call, inputs, TILES["one"]).out[0], np.float64)
     np.testing.assert_allclose(found, np.tile(NF4.astype(np.float64), (16, 4)), rtol=2**-8 + 2e-4, atol=0)
     assert (found[:, 7] == 0).all()
+
+
+def test_gradients_of_scales_by_blocks_of_rows(monkeypatch):
+    """The gradient of large weights is not whole in memory: seven rows at a time here."""
+    monkeypatch.setattr(gradients, "_MOST_ELEMENTS", 7 * 32 + 31)
+    check(*drawn(3, 40, 32, "affine", 4, 16), TILES["one"])
 
 
 def test_sections_are_summed_in_order():
