@@ -19,12 +19,15 @@ NOT_TUNED = {
     "causal_conv1d",
     "cross_entropy",
     "delta_rule",
+    "latent_paged_attention",
     "mean_pooling",
+    "native_sparse_attention",
     "paged_cache_update",
     "quantized_matmul",
     "rope",
     "rwkv4",
     "selective_scan",
+    "sparse_latent_attention",
 }
 
 

@@ -10,6 +10,13 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "epsilon",
         "scale_offset",
     ),
+    "block_sparse_attention": (
+        "causal",
+        "query_offset",
+        "window",
+        "prefix",
+        "soft_cap",
+    ),
     "flash_attention": (
         "causal",
         "query_offset",
@@ -73,6 +80,11 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
 """Operation -> fields."""
 
 ACCEPTS_CUDNN: Mapping[str, tuple[str, ...]] = {
+    "block_sparse_attention": (
+        "causal",
+        "query_offset",
+        "window",
+    ),
     "flash_attention": (
         "causal",
         "query_offset",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
@@ -38,6 +39,19 @@ def _cudnn(operation: str, phase: Phase) -> Implementation:
         supports=f"{package}.capability:supports_{phase}",
         accepts=ACCEPTS_CUDNN[operation],
         priority=-1,  # behind this platform's own kernels
+    )
+
+
+def _by_flash_attention(listed: Implementation) -> Implementation:
+    """The phase of `flash_attention` as one of `block_sparse_attention`, in one module."""
+    module = "ejkernel_cuda." + ("cudnn." if listed.variant else "") + "block_sparse_attention"
+    return dataclasses.replace(
+        listed,
+        operation="block_sparse_attention",
+        target=f"{module}:{listed.phase}",
+        supports=f"{module}:supports_{listed.phase}",
+        configs=listed.configs and f"{module}:{listed.phase.upper()}",
+        accepts=(ACCEPTS_CUDNN if listed.variant else ACCEPTS)["block_sparse_attention"],
     )
 
 
@@ -88,6 +102,8 @@ def ejkernel_plugin() -> Plugin:
         implementations=(
             *(_implementation(name, phase) for name, phases in _OPERATIONS.items() for phase in phases),
             *(_cudnn(name, phase) for name, phases in _CUDNN.items() for phase in phases),
+            _by_flash_attention(_implementation("flash_attention", "forward")),
+            *(_by_flash_attention(_cudnn("flash_attention", phase)) for phase in ("forward", "backward")),
         ),
         custom_calls=(*(f"ejkernel_cuda_{name}" for name in HANDLERS), *CUDNN_CALLS),
     )

@@ -5,6 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 ACCEPTS_MOSAIC_GPU: Mapping[str, tuple[str, ...]] = {
+    "block_sparse_attention": (
+        "bias",
+        "query_segments",
+        "key_segments",
+        "query_positions",
+        "key_positions",
+        "sinks",
+        "causal",
+        "query_offset",
+        "window",
+        "chunk_size",
+        "prefix",
+        "soft_cap",
+    ),
     "flash_attention": (
         "bias",
         "query_segments",
@@ -35,6 +49,21 @@ ACCEPTS_MOSAIC_GPU: Mapping[str, tuple[str, ...]] = {
 """Operation -> fields."""
 
 ACCEPTS_TPU: Mapping[str, tuple[str, ...]] = {
+    "block_sparse_attention": (
+        "bias",
+        "mask",
+        "query_segments",
+        "key_segments",
+        "query_positions",
+        "key_positions",
+        "sinks",
+        "causal",
+        "query_offset",
+        "window",
+        "chunk_size",
+        "prefix",
+        "soft_cap",
+    ),
     "flash_attention": (
         "bias",
         "mask",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl, tables_beside
 from ejkernel_pallas._accepts import ACCEPTS_MOSAIC_GPU, ACCEPTS_TPU
 
@@ -46,6 +48,20 @@ def _mosaic_gpu(operation: str, phase: Phase) -> Implementation:
     )
 
 
+def _by_flash_attention(listed: Implementation) -> Implementation:
+    """The phase of `flash_attention` as one of `block_sparse_attention`, in one module."""
+    module = f"ejkernel_pallas.{listed.variant}.block_sparse_attention"
+    accepts = ACCEPTS_TPU if listed.variant == "tpu" else ACCEPTS_MOSAIC_GPU
+    return dataclasses.replace(
+        listed,
+        operation="block_sparse_attention",
+        target=f"{module}:{listed.phase}",
+        supports=f"{module}:supports" + ("" if listed.variant == "tpu" else f"_{listed.phase}"),
+        configs=f"{module}:{listed.phase.upper()}",
+        accepts=accepts["block_sparse_attention"],
+    )
+
+
 @hookimpl
 def ejkernel_plugin() -> Plugin:
     return Plugin(
@@ -56,6 +72,7 @@ def ejkernel_plugin() -> Plugin:
         implementations=(
             *(_tpu(operation, phase) for operation, phases in _TPU.items() for phase in phases),
             *(_mosaic_gpu(operation, phase) for operation in _MOSAIC_GPU for phase in _PHASES),
+            *(_by_flash_attention(kind("flash_attention", phase)) for kind in (_tpu, _mosaic_gpu) for phase in _PHASES),
         ),
     )
 

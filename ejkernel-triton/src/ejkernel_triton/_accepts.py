@@ -5,6 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 ACCEPTS: Mapping[str, tuple[str, ...]] = {
+    "block_sparse_attention": (
+        "bias",
+        "mask",
+        "query_segments",
+        "key_segments",
+        "query_positions",
+        "key_positions",
+        "sinks",
+        "key_tiles",
+        "full_tiles",
+        "causal",
+        "query_offset",
+        "window",
+        "chunk_size",
+        "prefix",
+        "soft_cap",
+        "q_blocksize",
+        "kv_blocksize",
+        "mask_builder",
+    ),
     "causal_conv1d": (
         "bias",
         "initial_state",
@@ -61,6 +81,15 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "transpose_rhs",
         "precision",
     ),
+    "latent_paged_attention": (
+        "key_scale",
+        "value_scale",
+        "first_keys",
+        "window",
+        "soft_cap",
+        "precision",
+        "return_lse",
+    ),
     "layer_norm": (
         "scale",
         "epsilon",
@@ -80,6 +109,10 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "precision",
     ),
     "mean_pooling": ("cu_seqlens",),
+    "native_sparse_attention": (
+        "sequence_starts",
+        "return_lse",
+    ),
     "paged_attention": (
         "value_pages",
         "sinks",
@@ -131,5 +164,6 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "where",
         "scale",
     ),
+    "sparse_latent_attention": ("return_lse",),
 }
 """Operation -> fields."""

@@ -41,6 +41,7 @@ OPERATIONS: Mapping[str, str] = {
 
 ORDERED = (
     "add_rms_norm",
+    "block_sparse_attention",
     "causal_conv1d",
     "cross_entropy",
     "delta_rule",

@@ -121,10 +121,13 @@ def blocksparse_attention(
         layout = _one_layout(qkv_layouts, queries, mask_info=mask_info, mask_builder=mask_builder)
         said = layout.mask_info.causal if causal is None else causal
         options = {"causal": said, "mask_builder": layout.mask_builder, **structure}
-        options |= {"q_blocksize": layout.q_blocksize, "kv_blocksize": layout.kv_blocksize}
-        arrays |= {"mask_info": layout.mask_info, "key_tiles": layout.key_tiles}
-        if sliding_window is chunk_size is None and said == layout.mask_info.causal and layout.mask_info.prefix is None:
-            arrays["full_tiles"] = layout.full_tiles
+        arrays["mask_info"] = layout.mask_info
+        if not layout.listed_by_rules or (layout.mask_info.causal and not said):
+            # Without lists kernels of dense attention can run it, and others choose tiles that suit them.
+            options |= {"q_blocksize": layout.q_blocksize, "kv_blocksize": layout.kv_blocksize}
+            arrays["key_tiles"] = layout.key_tiles
+            if sliding_window is chunk_size is None and said == layout.mask_info.causal and layout.mask_info.prefix is None:
+                arrays["full_tiles"] = layout.full_tiles
     options |= {"logits_soft_cap": logits_soft_cap, "softmax_scale": softmax_scale}
     out = _sharded.invoke(
         _BLOCK_SPARSE_ATTENTION,

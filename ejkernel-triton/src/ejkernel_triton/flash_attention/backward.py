@@ -36,6 +36,7 @@ from ejkernel_triton.flash_attention.tiles import (
     statistics_pointer,
     store_rows,
     tile_coordinate,
+    token_at,
     transpose_operand,
     visible_in,
 )
@@ -127,8 +128,8 @@ def add_queries(
     o_block = tl.arange(0, BLOCK_Q)
     STRIDE: tl.constexpr = R.heads * R.row
     OUT_STRIDE: tl.constexpr = R.heads * R.value_row
-    for i_query in tl.range(start, stop, BLOCK_Q):
-        i_query = tl.multiple_of(i_query, BLOCK_Q)
+    for i_place in tl.range(start, stop, BLOCK_Q):
+        i_query = tl.multiple_of(token_at(p_masks, i_place, R), BLOCK_Q)
         o_start = tl.full((), 0, tl.int64) + i_query
         query = load_operand(p_query + o_start * STRIDE, o_block, queries - i_query, STRIDE, R.size, BLOCK_D, MASKED, R)
         d_out = load_operand(
@@ -200,9 +201,9 @@ def key_gradient_kernel(
     value = load_operand(
         p_value + o_row * R.value_row, o_block, keys - i_first, KEY_HEADS * R.value_row, R.value_size, BLOCK_V, True, R
     )
+    p_list = p_ranges
     if R.ranges > 0:
-        low, full_low, full_high, high = load_range(p_ranges, i_batch, blocks, i_block, R)
-        high = tl.minimum(high, queries)
+        low, full_low, full_high, high, p_list = load_range(p_ranges, i_batch, blocks, i_block, queries, R)
     else:
         last = tl.minimum(i_first + BLOCK_K, keys) - 1
         low, full_low, full_high, high = query_range(i_first, last, queries, BLOCK_Q, R)
@@ -212,7 +213,7 @@ def key_gradient_kernel(
         state = add_query_head(
             state, i_batch, i_key_head * R.group + i_member, low, full_low, full_high, high, key, value, p_query, p_d_out,
             p_neg_lse, p_neg_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions,
-            p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, False, WANTED,
+            p_list, p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, False, WANTED,
         )  # fmt: skip
     if R.nan_safe:
         if any_nan(state[0]) | any_nan(state[1]):
@@ -221,7 +222,7 @@ def key_gradient_kernel(
                 state = add_query_head(
                     state, i_batch, i_key_head * R.group + i_member, low, full_low, full_high, high, key, value, p_query,
                     p_d_out, p_neg_lse, p_neg_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions,
-                    p_key_positions, p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, WANTED,
+                    p_key_positions, p_list, p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, WANTED,
                 )  # fmt: skip
 
     b_d_key, b_d_value = state
@@ -238,7 +239,7 @@ def key_gradient_kernel(
 @triton.jit
 def add_query_head(
     state, i_batch, i_head, low, full_low, full_high, high, key, value, p_query, p_d_out, p_neg_lse, p_neg_delta, p_bias,
-    p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_streams, o_key, queries, keys,
+    p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, p_streams, o_key, queries, keys,
     R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, NAN_SAFE: tl.constexpr,
     WANTED: tl.constexpr,
 ):  # fmt: skip
@@ -250,8 +251,9 @@ def add_query_head(
     p_neg_lse = statistics_pointer(p_neg_lse, i_batch_head, queries)
     p_neg_delta = statistics_pointer(p_neg_delta, i_batch_head, queries)
     p_masks = mask_pointers(
-        p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries, keys, R
-    )
+        p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, i_batch, i_head, queries,
+        keys, R,
+    )  # fmt: skip
     stream_0, stream_1 = tl.full((), 0, tl.uint32), tl.full((), 0, tl.uint32)
     if R.dropout:
         stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
@@ -290,7 +292,8 @@ def add_keys(
     o_block = tl.arange(0, BLOCK_K)
     KEY_STRIDE: tl.constexpr = R.heads // R.group * R.row
     VALUE_STRIDE: tl.constexpr = R.heads // R.group * R.value_row
-    for i_key in tl.range(start, stop, BLOCK_K):
+    for i_place in tl.range(start, stop, BLOCK_K):
+        i_key = token_at(p_masks, i_place, R)
         o_start = tl.full((), 0, tl.int64) + i_key
         key = load_operand(p_key + o_start * KEY_STRIDE, o_block, keys - i_key, KEY_STRIDE, R.size, BLOCK_D, MASKED, R)
         b_qk = scores_minus_lse(query, transpose_operand(key, R), b_neg_lse[:, None], R, NAN_SAFE)  # [BLOCK_Q, BLOCK_K]
@@ -347,18 +350,19 @@ def query_gradient_kernel(
     o_key_row = i_batch.to(tl.int64) * keys * (R.heads // R.group) + i_head // R.group
     p_key += o_key_row * R.row
     p_value += o_key_row * R.value_row
-    p_masks = mask_pointers(
-        p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries, keys, R
-    )
     stream_0, stream_1 = tl.full((), 0, tl.uint32), tl.full((), 0, tl.uint32)
     if R.dropout:
         stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
+    p_list = p_ranges
     if R.ranges > 0:
-        low, full_low, full_high, high = load_range(p_ranges, i_batch, blocks, i_block, R)
-        high = tl.minimum(high, keys)
+        low, full_low, full_high, high, p_list = load_range(p_ranges, i_batch, blocks, i_block, keys, R)
     else:
         last = tl.minimum(i_first + BLOCK_Q, queries) - 1
         low, full_low, full_high, high = key_range(i_first + R.offset, last + R.offset, keys, BLOCK_K, R)
+    p_masks = mask_pointers(
+        p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, i_batch, i_head, queries,
+        keys, R,
+    )  # fmt: skip
 
     query = load_operand(p_query + o_row * R.row, o_block, queries - i_first, R.heads * R.row, R.size, BLOCK_D, True, R)
     d_out = load_operand(
@@ -476,8 +480,8 @@ def bias_gradient_kernel(
             b_qk = scores_minus_lse(query, transpose_operand(key, R), b_neg_lse[:, None], R, True)
             b_d_weights = d_weights_minus_delta(d_out, transpose_operand(value, R), b_neg_delta[:, None], R, True)
             p_masks = mask_pointers(
-                p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries,
-                keys, R,
+                p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_mask, i_batch, i_head,
+                queries, keys, R,
             )  # fmt: skip
             stream_0, stream_1 = tl.full((), 0, tl.uint32), tl.full((), 0, tl.uint32)
             if R.dropout:

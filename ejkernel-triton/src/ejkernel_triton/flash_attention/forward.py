@@ -28,6 +28,7 @@ from ejkernel_triton.flash_attention.tiles import (
     split_operand,
     store_rows,
     tile_coordinate,
+    token_at,
     transpose_operand,
     visible_in,
 )
@@ -59,7 +60,8 @@ def online_softmax_update(
     o_block = tl.arange(0, BLOCK_K)
     KEY_STRIDE: tl.constexpr = R.heads // R.group * R.row
     VALUE_STRIDE: tl.constexpr = R.heads // R.group * R.value_row
-    for i_key in tl.range(start, stop, BLOCK_K):
+    for i_place in tl.range(start, stop, BLOCK_K):
+        i_key = token_at(p_masks, i_place, R)
         o_start = tl.full((), 0, tl.int64) + i_key
         key = load_operand(p_key + o_start * KEY_STRIDE, o_block, keys - i_key, KEY_STRIDE, R.size, BLOCK_D, MASKED, R)
         b_qk = dot(query, transpose_operand(key, R), R, NAN_SAFE)  # [BLOCK_Q, BLOCK_K]
@@ -183,19 +185,20 @@ def forward_kernel(
     i_key_head = i_head // R.group
     p_key += (o_key_row * (R.heads // R.group) + i_key_head) * R.row
     p_value += (o_key_row * (R.heads // R.group) + i_key_head) * R.value_row
-    p_masks = mask_pointers(
-        p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries, keys, R
-    )
     stream_0, stream_1 = tl.full((), 0, tl.uint32), tl.full((), 0, tl.uint32)
     if R.dropout:
         stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
 
+    p_list = p_ranges
     if R.ranges > 0:
-        low, full_low, full_high, high = load_range(p_ranges, i_batch, blocks, i_block, R)
-        high = tl.minimum(high, keys)
+        low, full_low, full_high, high, p_list = load_range(p_ranges, i_batch, blocks, i_block, keys, R)
     else:
         last = tl.minimum(i_first + BLOCK_Q, queries) - 1
         low, full_low, full_high, high = key_range(i_first + R.offset, last + R.offset, keys, BLOCK_K, R)
+    p_masks = mask_pointers(
+        p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, i_batch, i_head, queries,
+        keys, R,
+    )  # fmt: skip
 
     query = load_operand(
         p_query + (o_row * R.heads + i_head) * R.row, o_block, queries - i_first, R.heads * R.row, R.size, BLOCK_D, True, R

@@ -15,7 +15,7 @@ from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.flash_attention.backward import bias_gradient_kernel, key_gradient_kernel, query_gradient_kernel
 from ejkernel_triton.flash_attention.config import BackwardConfig, ForwardConfig
 from ejkernel_triton.flash_attention.forward import forward_kernel
-from ejkernel_triton.flash_attention.mask_params import LOG2_E, MaskParams, mask_params_of
+from ejkernel_triton.flash_attention.mask_params import LOG2_E, Lists, MaskParams, mask_params_of
 from ejkernel_triton.flash_attention.split_precision import split_bf16
 
 _CACHED_BYTES = 24 * 2**20
@@ -24,12 +24,15 @@ _CACHED_BYTES = 24 * 2**20
 _TOKENS = ("query_segments", "key_segments", "query_positions", "key_positions")
 
 
-def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: ForwardConfig) -> FlashAttentionOutputs:
+def forward(
+    call: FlashAttentionCall, inputs: FlashAttentionInputs, config: ForwardConfig, lists: Lists | None = None
+) -> FlashAttentionOutputs:
+    """With `lists`, only listed tiles are visited."""
     saved = call.return_lse or call.save_residuals
     if not _score_count(call):
         out, lse = _without_keys(call, inputs)
     else:
-        out, lse, _ = _attend(call, inputs, config, save_lse=saved)
+        out, lse, _ = _attend(call, inputs, config, save_lse=saved, lists=lists)
     return FlashAttentionOutputs(out, lse if saved else None)
 
 
@@ -39,7 +42,9 @@ def backward(
     outputs: FlashAttentionOutputs,
     cotangents: FlashAttentionOutputs,
     config: BackwardConfig,
+    lists: Lists | None = None,
 ) -> FlashAttentionInputs:
+    """With `lists`, only listed tiles are visited, but by the gradient of the bias, which wants masks that say the same."""
     shift, delta = _statistics(call, inputs, outputs, cotangents, config)
     d_sinks = None if inputs.sinks is None else _sink_gradient(inputs.sinks, shift, delta)
     if not _score_count(call):
@@ -47,9 +52,9 @@ def backward(
         return FlashAttentionInputs(*zeros, sinks=d_sinks)
     start = jnp.where(shift == -jnp.inf, -jnp.inf, -shift * LOG2_E)
     rows = (*_operands((cotangents.out,), mask_params_of(call)), _padded(start, -jnp.inf), _padded(-delta, 0.0))
-    d_key, d_value = _key_gradients(call, inputs, rows, config)
+    d_key, d_value = _key_gradients(call, inputs, rows, config, lists)
     return FlashAttentionInputs(
-        query=_query_gradient(call, inputs, rows, config),
+        query=_query_gradient(call, inputs, rows, config, lists),
         key=d_key,
         value=d_value,
         bias=None if inputs.bias is None else _bias_gradient(call, inputs, rows, config),
@@ -109,6 +114,28 @@ def _cdiv(value: int, divisor: int) -> int:
     return -(-value // divisor)
 
 
+def _visited(
+    call: FlashAttentionCall, inputs: FlashAttentionInputs, blocks: tuple[int, int], lists: Lists | None, *, by_key: bool
+) -> tuple[MaskParams, Any]:
+    """The parameters of a kernel, and the tile ranges that it loads; any array if it loads none."""
+    params = mask_params_of(call)
+    if lists is not None:
+        stored, list_block = lists(*blocks, by_key)
+        full = call.bias is None or call.soft_cap is None
+        return dataclasses.replace(
+            params,
+            ranges=2 if stored.shape[0] > 1 else 1,
+            list_block=list_block,
+            masked_first=False,
+            masked_first_by_key=False,
+            has_full_tiles=full,
+            nan_safe=True,
+        ), stored
+    if not params.ranges:
+        return params, inputs.query
+    return params, tile_ranges(call, inputs, *blocks, by_key=by_key) * blocks[0 if by_key else 1]
+
+
 def _attend(
     call: FlashAttentionCall,
     inputs: FlashAttentionInputs,
@@ -116,19 +143,15 @@ def _attend(
     *,
     save_lse: bool,
     save_maximum: bool = False,
+    lists: Lists | None = None,
 ) -> list[Any]:
     """out, and each row's log-sum-exp and maximum if requested."""
     batch, queries, heads, size = call.query.shape
-    mask_params = mask_params_of(call)
+    mask_params, stored = _visited(call, inputs, (config.block_q, config.block_k), lists, by_key=False)
     if config.always_mask:
         mask_params = dataclasses.replace(mask_params, has_full_tiles=False)
     query, key, value = _operands(inputs[:3], mask_params)
     blocks = _cdiv(queries, config.block_q)
-    stored = (
-        tile_ranges(call, inputs, config.block_q, config.block_k, by_key=False) * config.block_k
-        if mask_params.ranges
-        else query
-    )
     sinks, streams = (query if x is None else x for x in (inputs.sinks, inputs.dropout_streams))
     return call_kernel(
         forward_kernel,
@@ -152,7 +175,7 @@ def _attend(
         BLOCK_N=1 << max(mask_params.sinks - 1, 0).bit_length(),
         SAVE_LSE=save_lse,
         SAVE_MAXIMUM=save_maximum,
-        OVERLAP=config.overlap and call.bias is None,
+        OVERLAP=config.overlap and call.bias is None and lists is None,
     )
 
 
@@ -204,22 +227,26 @@ def _gradient_inputs(inputs: FlashAttentionInputs, mask_params: MaskParams) -> t
 
 
 def _key_gradients(
-    call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...], config: BackwardConfig
+    call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...], config: BackwardConfig, lists: Lists | None
 ) -> list[Any]:
+    visited = _visited(call, inputs, (config.key_block_q, config.key_block_k), lists, by_key=True)
     if config.separate_dk_dv:
-        return [_by_key(call, inputs, rows, config, name)[i] for i, name in enumerate(("key", "value"))]
-    return _by_key(call, inputs, rows, config, "both")
+        return [_by_key(call, inputs, rows, config, visited, name)[i] for i, name in enumerate(("key", "value"))]
+    return _by_key(call, inputs, rows, config, visited, "both")
 
 
 def _by_key(
-    call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...], config: BackwardConfig, wanted: str
+    call: FlashAttentionCall,
+    inputs: FlashAttentionInputs,
+    rows: tuple[Any, ...],
+    config: BackwardConfig,
+    visited: tuple[MaskParams, Any],
+    wanted: str,
 ) -> list[Any]:
     """The gradients of keys and values; those not in `wanted` are empty."""
     query, key, value = inputs[:3]
-    mask_params = mask_params_of(call)
+    mask_params, stored = visited
     blocks = _cdiv(key.shape[1], config.key_block_k)
-    block_q, block_k = config.key_block_q, config.key_block_k
-    stored = tile_ranges(call, inputs, block_q, block_k, by_key=True) * block_q if mask_params.ranges else query
     batch_heads = key.shape[0] * key.shape[2]
     return call_kernel(
         key_gradient_kernel,
@@ -232,19 +259,18 @@ def _by_key(
         num_warps=config.key_num_warps,
         num_stages=config.key_num_stages,
         WANTED=wanted,
-        **_blocks(call, mask_params, block_q, block_k),
+        **_blocks(call, mask_params, config.key_block_q, config.key_block_k),
     )
 
 
 def _query_gradient(
-    call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...], config: BackwardConfig
+    call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...], config: BackwardConfig, lists: Lists | None
 ) -> Any:
     query, key = inputs[:2]
-    mask_params = mask_params_of(call)
     batch, queries, heads, _ = query.shape
     block_q, block_k = config.query_block_q, config.query_block_k
+    mask_params, stored = _visited(call, inputs, (block_q, block_k), lists, by_key=False)
     blocks = _cdiv(queries, block_q)
-    stored = tile_ranges(call, inputs, block_q, block_k, by_key=False) * block_k if mask_params.ranges else query
     return call_kernel(
         query_gradient_kernel,
         (

@@ -214,13 +214,31 @@ def round_to_blocks(low, full_low, full_high, high, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_range(p_ranges, i_batch, blocks, i_block, R: tl.constexpr):
-    """Load a tile range that was computed from arrays before the launch."""
+def load_range(p_ranges, i_batch, blocks, i_block, length, R: tl.constexpr):
+    """Load a tile range that was computed from arrays before the launch, and the pointer to the list of blocks behind it.
+
+    With `R.list_block` the range counts tokens of the listed blocks, one block behind the other.
+    """
     i_row = i_block
     if R.ranges == 2:
         i_row = i_batch * blocks + i_block
-    p_row = p_ranges + i_row.to(tl.int64) * 4
-    return tl.load(p_row), tl.load(p_row + 1), tl.load(p_row + 2), tl.load(p_row + 3)
+    stride = 4
+    if R.list_block > 0:
+        stride += tl.cdiv(length, R.list_block)
+    p_row = p_ranges + i_row.to(tl.int64) * stride
+    high = tl.load(p_row + 3)
+    if R.list_block == 0:
+        high = tl.minimum(high, length)
+    return tl.load(p_row), tl.load(p_row + 1), tl.load(p_row + 2), high, p_row + 4
+
+
+@triton.jit
+def token_at(p_masks, i_place, R: tl.constexpr):
+    """First token of the tile at a place of a tile range."""
+    i_token = i_place
+    if R.list_block > 0:
+        i_token = tl.load(p_masks[6] + i_place // R.list_block) * R.list_block + i_place % R.list_block
+    return i_token
 
 
 @triton.jit
@@ -280,10 +298,10 @@ def statistics_pointer(p, i_batch_head, queries):
 
 @triton.jit
 def mask_pointers(
-    p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, i_batch, i_head, queries, keys,
-    R: tl.constexpr,
+    p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, i_batch, i_head, queries,
+    keys, R: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to one batch and head of the arrays that `visible_in` and `bias_in` read."""
+    """Pointers to one batch and head of the arrays that `visible_in` and `bias_in` read, and to the list of `token_at`."""
     return (
         score_pointer(p_bias, i_batch, i_head, queries, keys, R, R.bias),
         score_pointer(p_mask, i_batch, i_head, queries, keys, R, R.mask),
@@ -291,6 +309,7 @@ def mask_pointers(
         batch_pointer(p_key_segments, i_batch, keys, R.key_segments),
         batch_pointer(p_query_positions, i_batch, queries, R.query_positions),
         batch_pointer(p_key_positions, i_batch, keys, R.key_positions),
+        p_list,
     )
 
 

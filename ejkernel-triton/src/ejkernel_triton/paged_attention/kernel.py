@@ -21,6 +21,7 @@ from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._numerics import dot_precision
 from ejkernel_triton._pages import batch_stride, search_block, storage, strides_of, with_common_batch
 from ejkernel_triton._requests import count_up_to
+from ejkernel_triton._stored import load_rows
 from ejkernel_triton.paged_attention.config import DECODE_STAGES, PagedAttentionConfig, warps_of
 from ejkernel_triton.paged_attention.schedule import UNBOUNDED, Schedule, Sizes, make_schedule
 
@@ -30,24 +31,6 @@ MASKED, UNIFORM, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Key blocks that need a mask per row, one mask for all rows, or no mask."""
 _FEW_ROWS, _MAX_COMBINE_PROGRAMS = 1024, 16384
 """Rows below which several programs combine one row, and programs above which one combines several rows."""
-
-
-@triton.jit
-def _load_rows(p_pages, o_token, m_key, SIZE: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """Load rows of KV pages `[BLOCK_K, BLOCK]`; 0 where there is no key."""
-    STORED: tl.constexpr = p_pages.dtype.element_ty
-    o_size = tl.arange(0, BLOCK)
-    m_tile = m_key[:, None]
-    if SIZE < BLOCK:
-        m_tile = m_tile & (o_size < SIZE)[None, :]
-    o_rows = o_token[:, None] + o_size[None, :]  # 32-bit if all keys lie in one page
-    if STORED.primitive_bitwidth > 8:
-        b_rows = tl.load(p_pages + o_rows, mask=m_tile, other=0.0)  # [BLOCK_K, BLOCK]
-    else:
-        p_byte = p_pages.to(tl.pointer_type(tl.int8), bitcast=True)
-        b_byte = tl.load(p_byte + o_rows, mask=m_tile, other=0)  # [BLOCK_K, BLOCK]
-        b_rows = b_byte.to(tl.float32) if tl.int8 == STORED else b_byte.to(STORED, bitcast=True)
-    return b_rows.to(DTYPE)
 
 
 @triton.jit
@@ -120,8 +103,8 @@ def _online_softmax_update(
         o_key = i_page.to(tl.int64) * KEY_PAGE + (i_key % PAGE) * KEY_TOKEN
         o_value = i_page.to(tl.int64) * VALUE_PAGE + (i_key % PAGE) * VALUE_TOKEN
     i_next_page = _pages_of_block(p_table, i_block + 1, table_width, BLOCK_K, PAGE)
-    b_key = _load_rows(p_key, o_key, m_key, D, BLOCK_D, b_query.dtype)  # [BLOCK_K, BLOCK_D]
-    b_value = _load_rows(p_value, o_value, m_key, V, BLOCK_V, b_query.dtype)  # [BLOCK_K, BLOCK_V]
+    b_key = load_rows(p_key, o_key, m_key, D, BLOCK_D, b_query.dtype)  # [BLOCK_K, BLOCK_D]
+    b_value = load_rows(p_value, o_value, m_key, V, BLOCK_V, b_query.dtype)  # [BLOCK_K, BLOCK_V]
 
     b_logit = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)  # [BLOCK_M, BLOCK_K]
     if SOFT_CAP > 0:

@@ -126,6 +126,8 @@ CASES = (
             _ids(*[4096 // count] * count))), {"causal": True}, frozenset({"bench", "bench-cpu"}))
         for count in (1, 4, 16)
     ),
+    Case("bench-documents-32768-16", _arrays(32768, heads=16, key_heads=4, size=128, batch=1, extra=_documents(_ids(
+        *[2048] * 16))), {"causal": True}, frozenset({"bench"})),
 )  # fmt: skip
 
 TOGGLES = {

@@ -97,10 +97,16 @@ _SHARED = tuple(name for name in BlockSparseAttentionInputs._fields if name not 
 _FLAGS = ("scale", "causal", "query_offset", "window", "chunk_size", "prefix", "soft_cap", "save_residuals")
 
 
-def as_flash_attention(call: Any, inputs: Any) -> tuple[FlashAttentionCall, FlashAttentionInputs]:
+def as_flash_call(call: BlockSparseAttentionCall) -> FlashAttentionCall:
     """The same problem as dense attention, without the lists and without `mask_builder`."""
-    specs = {name: getattr(call, name) for name in (*_SHARED, *_FLAGS)}
-    return FlashAttentionCall(**specs), FlashAttentionInputs(**{name: getattr(inputs, name) for name in _SHARED})
+    return FlashAttentionCall(**{name: getattr(call, name) for name in (*_SHARED, *_FLAGS)})
+
+
+def as_flash_attention(
+    call: BlockSparseAttentionCall, inputs: BlockSparseAttentionInputs
+) -> tuple[FlashAttentionCall, FlashAttentionInputs]:
+    """As `as_flash_call`, with its arrays."""
+    return as_flash_call(call), FlashAttentionInputs(**{name: getattr(inputs, name) for name in _SHARED})
 
 
 class BlockSparseAttention(Operation):
@@ -206,7 +212,7 @@ class BlockSparseAttention(Operation):
         self, call: BlockSparseAttentionCall, rng: np.random.Generator, **given: Any
     ) -> BlockSparseAttentionInputs:
         """As `flash_attention`; lists name the first tiles of each row, all of them with pairs to mask."""
-        dense = FLASH_ATTENTION.random_inputs(as_flash_attention(call, _NO_INPUTS)[0], rng)
+        dense = FLASH_ATTENTION.random_inputs(as_flash_call(call), rng)
         known = {name: getattr(dense, name) for name in _SHARED if getattr(call, name) is not None}
         if call.key_tiles is not None:
             tiles = -(-call.key.shape[1] // (call.kv_blocksize or 1))
@@ -217,21 +223,18 @@ class BlockSparseAttention(Operation):
         return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: BlockSparseAttentionCall) -> Mapping[str, str]:
-        dense = FLASH_ATTENTION.dimensions(as_flash_attention(call, _NO_INPUTS)[0])
+        dense = FLASH_ATTENTION.dimensions(as_flash_call(call))
         return {**dense, "key_tiles": "b? n m", "full_tiles": "b? n m"}
 
     def output_specs(self, call: BlockSparseAttentionCall) -> FlashAttentionOutputs:
-        return FLASH_ATTENTION.output_specs(as_flash_attention(call, _NO_INPUTS)[0])
+        return FLASH_ATTENTION.output_specs(as_flash_call(call))
 
     def public(self, call: BlockSparseAttentionCall) -> tuple[str, ...]:
         return ("out",)
 
     def cost(self, call: BlockSparseAttentionCall, phase: Phase) -> Cost:
         """An upper bound: what segments, masks, predicates and lists hide is not known statically."""
-        return FLASH_ATTENTION.cost(as_flash_attention(call, _NO_INPUTS)[0], phase)
-
-
-_NO_INPUTS = BlockSparseAttentionInputs(None, None, None)
+        return FLASH_ATTENTION.cost(as_flash_call(call), phase)
 
 
 def _positions(call: FlashAttentionCall, mask_info: Any, query_positions: Any, key_positions: Any) -> dict[str, Any]:

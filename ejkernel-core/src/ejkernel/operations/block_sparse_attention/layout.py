@@ -28,7 +28,7 @@ MaskBuilder = Callable[[Any, Any], Any]
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("mask_info", "key_tiles", "full_tiles"),
-    meta_fields=("q_blocksize", "kv_blocksize", "mask_builder"),
+    meta_fields=("q_blocksize", "kv_blocksize", "mask_builder", "listed_by_rules"),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockSparseLayout:
@@ -40,6 +40,7 @@ class BlockSparseLayout:
         full_tiles: bool `[B|1, n, m]`: all pairs of the tile are visible.
         q_blocksize, kv_blocksize: tokens in a block.
         mask_builder: a rule `(query_positions, key_positions) -> bool` that belongs to the mask, or None.
+        listed_by_rules: the lists follow from `mask_info` without a dense mask, so that they can be made again at no cost.
     """
 
     mask_info: MaskInfo
@@ -48,6 +49,7 @@ class BlockSparseLayout:
     q_blocksize: int
     kv_blocksize: int
     mask_builder: MaskBuilder | None = None
+    listed_by_rules: bool = False
 
     @property
     def counts(self) -> Any:
@@ -112,7 +114,8 @@ def block_sparse_layout(
     if predicate is not None:
         tiles.check_predicate(predicate)
     lists = _lists(said.aligned(None, queries, keys), queries, keys, predicate, tile_map, (q_block, k_block))
-    return BlockSparseLayout(_as_mask_info(said, sizes), *lists, q_block, k_block, predicate)
+    by_rules = predicate is None and tile_map is None and said.mask is None
+    return BlockSparseLayout(_as_mask_info(said, sizes), *lists, q_block, k_block, predicate, by_rules)
 
 
 def as_predicate_or_map(builder: Any, blocks: int | None, tiles: int | None) -> tuple[MaskBuilder | None, Any]:

@@ -1,0 +1,13 @@
+"""`block_sparse_attention` by the kernels of `flash_attention`, of the masks that both know."""
+
+from __future__ import annotations
+
+from ejkernel.operations.block_sparse_attention import dense
+from ejkernel_pallas.mosaic_gpu.flash_attention import capability, config, kernel
+
+supports_forward = dense.supports(capability.supports_forward)
+supports_backward = dense.supports(capability.supports_backward)
+forward = dense.forward(kernel.forward)
+backward = dense.backward(kernel.backward)
+FORWARD = dense.configs(config.FORWARD)
+BACKWARD = dense.configs(config.BACKWARD)

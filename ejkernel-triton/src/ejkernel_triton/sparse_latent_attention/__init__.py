@@ -1,0 +1,1 @@
+"""Latent attention over the tokens that each query names in Triton."""
