@@ -89,10 +89,10 @@ class Product:
     @property
     def hopper(self) -> bool:
         """Whether a warpgroup's MMAs take many rows without unpacking weights for each warp."""
-        return self.target.capability is not None and self.target.capability >= (9, 0)
+        return self.target.capability is not None and (9, 0) <= self.target.capability < (12, 0)
 
     def config(self, block_m: int, block_rows: int, block_periods: int, warps: int, stages: int, load: float = 3.0) -> Config:
-        """Blocks cut to the arrays, and as many sections as give `load` programs per multiprocessor.
+        """Blocks cut to the arrays, and as many sections as give `load` programs of four warps per multiprocessor.
 
         Sections are not made where their partial results would be more than the weights.
         """
@@ -105,7 +105,7 @@ class Product:
         if not self.packed_inner:
             out, inner = inner, out
         programs = self.members * -(-self.rows // block_m) * out
-        wanted = load * (multiprocessors(self.target) or HOPPER_MULTIPROCESSORS)
+        wanted = load * max(4 // warps, 1) * (multiprocessors(self.target) or HOPPER_MULTIPROCESSORS)
         partial = 4 * self.rows * (self.stored_rows if self.packed_inner else self.columns)
         most = max(self.stored_rows * self.columns * self.bits // 8 // max(partial, 1), 1)
         split = max(min(int(wanted // max(programs, 1)), inner // 2, most), 1)
