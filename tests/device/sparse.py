@@ -122,6 +122,10 @@ class Problem:
         """Inputs, outputs as exact as they are known, cotangent."""
         return self.inputs, self.outputs, self.d_out
 
+    def keep(self, exact: dict[str, Any]) -> None:
+        """What forward gives is given to backward."""
+        self.outputs = NativeSparseAttentionOutputs(exact["out"].astype(self.call.query.dtype), exact["lse"])
+
     def function(self, phase: str, module: Any, cfg: Any) -> Any:
         """Of `values`: a dict of arrays."""
 
@@ -292,8 +296,7 @@ def run_phase(report: Report, problem: Problem, phase: str, options: argparse.Na
     concurrent.futures.wait(programs)
     exact = problem.exact(phase)
     if phase == "forward":
-        out = exact["out"].astype(problem.call.query.dtype)
-        problem.outputs = NativeSparseAttentionOutputs(out, exact["lse"].astype(jnp.float32))
+        problem.keep(exact)
     for cfg, program in zip(found, programs, strict=True):
         if report.remaining() < 0:
             print("  out of time", flush=True)
@@ -322,32 +325,43 @@ def run_peers(report: Report, problem: Problem, options: argparse.Namespace) -> 
             print(f"  fla: {type(error).__name__}: {str(error)[:200]}", flush=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of sparse.json")
+def run(name: str, description: str | None, make: Any, problems: Any, small: Any, peers: Any) -> int:
+    """Exit code.
+
+    Args:
+        name: of the report.
+        description: for `--help`.
+        make: of a name and a shape: the problem.
+        problems, small: shapes by name; `small` for `--small`.
+        peers: of a report, a problem and the options: times others.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of the report")
     parser.add_argument("--only", default="")
     parser.add_argument("--most", type=int, default=5)
     parser.add_argument("--budget", type=float, default=140)
     parser.add_argument("--threads", type=int, default=12)
-    parser.add_argument("--skip", default="", help="of xla,plain,fla")
+    parser.add_argument("--skip", default="", help="of xla and the peers")
     parser.add_argument("--small", action="store_true", help="tiny problems, on a CPU in Triton's interpreter")
     options = parser.parse_args()
     if jax.default_backend() != "gpu" and not options.small:
         print(f"needs a GPU or --small, JAX has {jax.devices()}")
         return 2
-    report = Report(options.out, options.budget, "sparse")
+    report = Report(options.out, options.budget, name)
     print(json.dumps(report.result["versions"]), flush=True)
-    problems = SMALL if options.small else PROBLEMS
+    problems = small if options.small else problems
     with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        for name in options.only.split(",") if options.only else problems:
-            print(f"{name}, at {time.monotonic() - report.started:.0f} s", flush=True)
+        for each in options.only.split(",") if options.only else problems:
+            if report.remaining() < 0:
+                break
+            print(f"{each}, at {time.monotonic() - report.started:.0f} s", flush=True)
             try:
-                problem = Problem(name, problems[name])
+                problem = make(each, problems[each])
                 for phase in PHASES:
                     run_phase(report, problem, phase, options, pool)
-                run_peers(report, problem, options)
+                peers(report, problem, options)
             except Exception as error:  # noqa: BLE001 - the next problem may run
-                report.check(name, False, f"{type(error).__name__}: {str(error)[:300]}")
+                report.check(each, False, f"{type(error).__name__}: {str(error)[:300]}")
             report.save()
     wrong = [row for row in report.result["numbers"] if not row["passed"]]
     print(f"{len(report.result['numbers'])} checks, {len(wrong)} wrong; {time.monotonic() - report.started:.0f} s")
@@ -355,4 +369,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("sparse", __doc__, Problem, PROBLEMS, SMALL, run_peers))

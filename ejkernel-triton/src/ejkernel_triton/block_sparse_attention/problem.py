@@ -109,6 +109,11 @@ def _maps(call: FlashAttentionCall, inputs: FlashAttentionInputs, block_q: int, 
     return seen.any((1, 3, 5)), seen.all((1, 3, 5))
 
 
+def _pairs_of(tiles: Any, blocks: tuple[int, int]) -> Any:
+    """A map of tiles `[b, n, m]` as a mask of pairs `[b, 1, t, s]`."""
+    return jnp.repeat(jnp.repeat(tiles[:, None], blocks[0], 2), blocks[1], 3)
+
+
 def _mask(call: BlockSparseAttentionCall, inputs: BlockSparseAttentionInputs, shape: tuple[int, ...]) -> Any:
     """The dense mask of this shape: the caller's own, the predicate and, if kernels do not walk them, the lists."""
     queries, keys = shape[2:]
@@ -119,7 +124,6 @@ def _mask(call: BlockSparseAttentionCall, inputs: BlockSparseAttentionInputs, sh
         key = jnp.arange(keys, dtype=jnp.int32)[None] if key is None else key
         seen = seen & call.mask_builder(query[:, None, :, None], key[:, None, None, :])
     if inputs.key_tiles is not None and not walks_lists(call):
-        rows, columns = call.blocks
-        listed = mapped(TileLists(inputs.key_tiles, None), -(-keys // columns))[:, None]
-        seen = seen & jnp.repeat(jnp.repeat(listed, rows, 2), columns, 3)[:, :, :queries, :keys]
+        some, every = (_pairs_of(tiles, call.blocks)[:, :, :queries, :keys] for tiles in _listed_maps(call, inputs))
+        seen = some & (every | seen)  # full tiles are a promise: nothing hides a pair of theirs
     return jnp.broadcast_to(seen, shape)
