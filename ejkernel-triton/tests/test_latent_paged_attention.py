@@ -226,6 +226,17 @@ def test_the_search_space_is_small_and_fits(monkeypatch, tmp_path, options, capa
         assert machine.metadata.shared <= shared_memory_limit(target), chosen
 
 
+@needs_jax_triton
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_sizes_of_one_compile(monkeypatch, tmp_path, tokens):
+    """Triton makes constants of integers that are 1."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    call = shapes_of(1, 1, 1, tokens=tokens, heads=1, size=16, rotary=0)
+    call = dataclasses.replace(call, pages=ArraySpec((1, 1, 1, 16), "bfloat16"))
+    for chosen in (TILE, dataclasses.replace(TILE, block_q=2, splits=2, keys_first=True)):
+        assert len(compiled(call, chosen, 90)) == chosen.splits
+
+
 def test_splits_fill_the_device_and_are_not_made_for_nothing():
     wide = Problem(queries=128, heads=128, together=1, keys=4096, latent=512, rest=64, itemsize=2, stored=2)
     assert splits_of(wide, H100, 1, 64, 64) == 1  # 256 programs

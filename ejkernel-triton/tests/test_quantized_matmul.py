@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +15,15 @@ from ejkernel.operations.quantized_matmul.cases import CASES, packed
 from ejkernel.operations.quantized_matmul.interface import OPERATION, QuantizedMatmulInputs, QuantizedMatmulOutputs
 from ejkernel.plugin import Target
 from ejkernel.quantization.codes import NF4
-from ejkernel_triton.quantized_matmul import capability
+from ejkernel_triton._ahead_of_time import recorded, target_of
+from ejkernel_triton._jax_triton import call_kernel
+from ejkernel_triton._versions import version_problem
+from ejkernel_triton.quantized_matmul import capability, gradients
 from ejkernel_triton.quantized_matmul.config import FORWARD, Config
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
-from ejkernel_triton.quantized_matmul import kernel
+from ejkernel_triton.quantized_matmul import kernel, tiles
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 SMALL = [case for case in CASES if not case.tags & {"bench", "bench-cpu"}]
@@ -164,6 +168,12 @@ def test_values_of_nf4_in_bfloat16():
     assert (found[:, 7] == 0).all()
 
 
+def test_gradients_of_scales_by_blocks_of_rows(monkeypatch):
+    """The gradient of large weights is not whole in memory: seven rows at a time here."""
+    monkeypatch.setattr(gradients, "_MOST_ELEMENTS", 7 * 32 + 31)
+    check(*drawn(3, 40, 32, "affine", 4, 16), TILES["one"])
+
+
 def test_sections_are_summed_in_order():
     """The same result every time, and no section without a step: 40 rows are three blocks of 16."""
     call, inputs = drawn(2, 40, 32, "affine", 4, 32)
@@ -199,3 +209,23 @@ def dataclasses_of(case, rows):
     arrays = {"x": np.zeros((rows, 4096), np.float32), "w": np.zeros((4096, 14336 // 8), np.uint32)}
     arrays |= {name: np.zeros((4096, 14336 // 64), np.float32) for name in ("scales", "zeros")}
     return bound_of(arrays, case.options, "bfloat16")
+
+
+@pytest.mark.skipif(version_problem() is not None, reason=f"kernels are refused here: {version_problem()}")
+@pytest.mark.parametrize("name", ["bench-1x4096x14336", "bench-16x4096x14336"])
+def test_codes_are_not_exchanged_between_threads(monkeypatch, tmp_path, name):
+    """Words come from shared memory where the MMA wants its operand, both ways round; unpacked weights never go through it."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("EJKERNEL_TRITON_INTERPRET")
+    monkeypatch.setattr(kernel, "call_kernel", call_kernel)
+    (case,) = (case for case in CASES if case.name == name)
+    launches = [found for _, found in recorded("quantized_matmul", case, "bfloat16", target_of(90))]
+    products = [found for found in launches if found.kernel is tiles.product_kernel]
+    assert {found.constants["PACKED_INNER"] for found in products} == {False, True}
+    for found in products:
+        text = found.compile(90).asm["ttgir"]
+        rows, periods = found.constants["BLOCK_R"], found.constants["BLOCK_P"]
+        shape = f"{periods}x{rows}" if found.constants["PACKED_INNER"] else f"{rows}x{periods}"
+        assert f"tensor<{shape}xbf16, #ttg.dot_op" in text
+        assert re.search(rf"local_load .* -> tensor<({rows}x{periods}|{shape})xi32, #(ttg.dot_op|linear)", text)
+        assert not re.search(rf"(local_alloc|convert_layout) %.*tensor<({rows}x{periods}|{shape})xbf16", text)

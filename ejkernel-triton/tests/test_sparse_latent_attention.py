@@ -121,6 +121,22 @@ def shapes_of(queries, tokens, heads, slots, *, batch=1, dtype="bfloat16", size=
     return found[0].call, arrays
 
 
+def compilations(call, arrays, chosen):
+    recorder = testing.Recorder()
+    with intercept_launches(recorder):
+        jax.eval_shape(lambda arrays: kernel.forward(call, arrays, chosen), arrays)
+    return recorder.compilations
+
+
+@needs_jax_triton
+def test_sizes_of_one_compile(monkeypatch, tmp_path):
+    """Triton makes constants of integers that are 1."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for chosen in (TILE, dataclasses.replace(TILE, splits=2, keys_first=True)):
+        found = compilations(*shapes_of(1, 1, 1, 1, size=16, value_size=16), chosen)
+        assert len(found) == chosen.splits and all(one.compile(90).asm["cubin"] for one in found)
+
+
 MACHINE = {
     "training": (8192, 8192, 128, 2048),
     "decoding": (1, 32768, 128, 2048),
@@ -140,10 +156,7 @@ def test_every_config_fits(monkeypatch, tmp_path, name, capability_number):
     assert space[0] == config.heuristic(call, target) and 4 <= len(space) <= 12
     assert all(chosen.block_q == 1 for chosen in space)
     for chosen in dict.fromkeys(dataclasses.replace(one, splits=1) for one in space):
-        recorder = testing.Recorder()
-        with intercept_launches(recorder):
-            jax.eval_shape(lambda arrays, chosen=chosen: kernel.forward(call, arrays, chosen), arrays)
-        (compilation,) = recorder.compilations
+        (compilation,) = compilations(call, arrays, chosen)
         machine = compilation.compile(capability_number)
         assert machine.metadata.shared <= shared_memory_limit(target), chosen
         if chosen == dataclasses.replace(space[0], splits=1):

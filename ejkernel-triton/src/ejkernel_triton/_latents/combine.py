@@ -38,7 +38,7 @@ def latent_combine_kernel(
     """One row. The partial results of splits that saw no key are not read."""
     i_row = tl.program_id(0).to(tl.int64)
     o_split = tl.arange(0, BLOCK_S)
-    b_lse = tl.load(p_partial_lse + o_split * rows.to(tl.int64) + i_row, mask=o_split < SPLITS, other=float("-inf"))
+    b_lse = tl.load(p_partial_lse + o_split.to(tl.int64) * rows + i_row, mask=o_split < SPLITS, other=float("-inf"))
     b_max = tl.max(b_lse, axis=0)
     b_finite = tl.where(b_max == float("-inf"), 0.0, b_max)
     b_sum = tl.sum(tl.exp2(b_lse - b_finite), axis=0)
@@ -46,7 +46,7 @@ def latent_combine_kernel(
     b_out = tl.zeros([BLOCK_V], tl.float32)
     for i_first in tl.static_range(0, SPLITS, AT_ONCE):
         i_split = i_first + tl.arange(0, AT_ONCE)
-        o_row = i_split * rows.to(tl.int64) + i_row  # [AT_ONCE]
+        o_row = i_split.to(tl.int64) * rows + i_row  # [AT_ONCE]
         b_part_lse = tl.load(p_partial_lse + o_row, mask=i_split < SPLITS, other=float("-inf"))
         m_part = (b_part_lse != float("-inf"))[:, None] & (o_value < V)[None, :]
         b_part = tl.load(p_partial + o_row[:, None] * V + o_value[None, :], mask=m_part, other=0.0)  # [AT_ONCE, BLOCK_V]

@@ -29,6 +29,9 @@ from ejkernel_triton._pages import batch_stride, search_block
 from ejkernel_triton._stored import load_rows
 from ejkernel_triton.latent_paged_attention.config import UNBOUNDED
 
+_LEAST_SEARCH_BLOCK = 128
+"""Fewest requests that are searched at once: with fewer than a program has threads, ptxas spills a tenth of the main loop."""
+
 
 @triton.jit
 def _request_of_tile(p_starts, requests, i_tile, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
@@ -307,7 +310,7 @@ def forward(
         SAVE_LSE=save_lse,
         DTYPE=_TRITON_DTYPES[dtype.name],
         PRECISION=dot_precision(call.precision, dtype),
-        SEARCH=search_block(requests + 1),
+        SEARCH=max(search_block(requests + 1), _LEAST_SEARCH_BLOCK),
         STAGES=config.num_stages,
     )
     if split:

@@ -17,8 +17,9 @@ LEAST_PERIODS = 8
 LEAST_DEPTH = 16
 """Shortest contraction of an MMA, and its rows."""
 _MANY_ROWS = 512
-"""Rows of x above which unpacking once is cheaper than unpacking for every tile of rows."""
+"""Rows of x above which unpacking once is cheaper than unpacking for every tile of rows, where tiles may have many rows."""
 _WGMMA_ROWS = 64
+"""Rows of a tile of a warpgroup. Where tiles have 16 rows only, more rows than these are unpacked once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +86,13 @@ class Product:
     def period(self) -> int:
         return period_of(self.bits)
 
+    @property
+    def hopper(self) -> bool:
+        """Whether a warpgroup's MMAs take many rows without unpacking weights for each warp."""
+        return self.target.capability is not None and (9, 0) <= self.target.capability < (12, 0)
+
     def config(self, block_m: int, block_rows: int, block_periods: int, warps: int, stages: int, load: float = 3.0) -> Config:
-        """Blocks cut to the arrays, and as many sections as give `load` programs per multiprocessor.
+        """Blocks cut to the arrays, and as many sections as give `load` programs of four warps per multiprocessor.
 
         Sections are not made where their partial results would be more than the weights.
         """
@@ -99,7 +105,7 @@ class Product:
         if not self.packed_inner:
             out, inner = inner, out
         programs = self.members * -(-self.rows // block_m) * out
-        wanted = load * (multiprocessors(self.target) or HOPPER_MULTIPROCESSORS)
+        wanted = load * max(4 // warps, 1) * (multiprocessors(self.target) or HOPPER_MULTIPROCESSORS)
         partial = 4 * self.rows * (self.stored_rows if self.packed_inner else self.columns)
         most = max(self.stored_rows * self.columns * self.bits // 8 // max(partial, 1), 1)
         split = max(min(int(wanted // max(programs, 1)), inner // 2, most), 1)
@@ -123,7 +129,6 @@ def product_of(call: QuantizedMatmulCall, target: Target, *, gradient: bool) -> 
 
 def _shapes(product: Product) -> list[tuple[int, int, int, int, int]]:
     """block_m, block_rows, block_periods, warps and stages; the heuristic's first."""
-    hopper = product.target.capability is not None and product.target.capability >= (9, 0)
     if product.itemsize == 4:
         return [(16, 16, 16 if product.packed_inner else 8, 1, 2)]
     if product.packed_inner:
@@ -131,12 +136,16 @@ def _shapes(product: Product) -> list[tuple[int, int, int, int, int]]:
         small = [(16, 64, periods, 4, 4), (16, 64, periods, 4, 3), (16, 128, 16, 4, 4), (16, 32, periods, 2, 4)]
         stages = 3 if product.period <= 16 else 2
         large = [(64, 64, 16, 4, stages), (64, 128, 16, 4, stages), (64, 64, periods, 4, stages)]
+        many = (128, 128, 16, 8, stages)
     elif product.period <= 16 and product.bits in (2, 4, 8):
         small = [(16, 64, 32, 4, 4), (16, 32, 32, 4, 5), (16, 128, 32, 4, 3), (16, 32, 16, 1, 4)]
         large = [(64, 64, 32 if product.period < 16 else 16, 4, 3), (64, 64, 16, 4, 3), (64, 32, 32, 4, 4)]
+        many = (128, 64, large[0][2], 8, 3)
     else:
         return [(16, 32, 8, 1, 3), (16, 64, 8, 1, 3)]
-    return large if hopper and product.rows > LEAST_DEPTH else small
+    if not product.hopper or product.rows <= LEAST_DEPTH:
+        return small
+    return [many, *large] if product.rows > _WGMMA_ROWS and product.period <= 16 else large
 
 
 def _unpacking(product: Product) -> Config:
@@ -144,8 +153,8 @@ def _unpacking(product: Product) -> Config:
 
 
 def _heuristic(product: Product) -> Config:
-    many = _MANY_ROWS if product.itemsize == 2 else 4 * LEAST_DEPTH
-    if product.rows > many:
+    by_many_rows = product.hopper and product.itemsize == 2 and product.period <= 16
+    if product.rows > (_MANY_ROWS if by_many_rows else _WGMMA_ROWS):
         return _unpacking(product)
     return product.config(*_shapes(product)[0])
 

@@ -27,8 +27,10 @@ from ejkernel_triton.quantized_matmul.config import Config, period_of
 from ejkernel_triton.quantized_matmul.gradients import scale_gradients
 from ejkernel_triton.quantized_matmul.tiles import combine_kernel, product_kernel, unpack_kernel
 
-_COMBINED = 1024
-"""Elements of the result that one program combines."""
+_COMBINED = (128, 1024)
+"""Elements of the result that one program combines: at least, and at most where many programs do."""
+_COMBINING = 264
+"""Programs that are many."""
 
 
 class _Weights:
@@ -106,14 +108,15 @@ class _Weights:
         if split == 1:
             return out[0]
         count = self.members * rows * width
+        block = min(max(next_power_of_2(count // _COMBINING), _COMBINED[0]), _COMBINED[1])
         (out,) = call_kernel(
             combine_kernel,
             (out, count),
             ((shape, dtype),),
-            grid=-(-count // _COMBINED),
+            grid=-(-count // block),
             num_warps=4,
             SPLIT=split,
-            BLOCK=min(_COMBINED, next_power_of_2(count)),
+            BLOCK=block,
         )
         return out
 

@@ -135,8 +135,10 @@ def combine_kernel(p_partial, count, p_out, SPLIT: tl.constexpr, BLOCK: tl.const
     o_x = tl.arange(0, BLOCK)
     m_x = o_x < count - i_first
     b_sum = tl.zeros([BLOCK], tl.float32)
-    for i_split in tl.static_range(SPLIT):
-        b_sum += tl.load(p_partial + i_first + i_split * count + o_x, mask=m_x, other=0.0)
+    p_part = p_partial + i_first + o_x
+    for _ in tl.static_range(SPLIT):
+        b_sum += tl.load(p_part, mask=m_x, other=0.0)
+        p_part += count
     tl.store(p_out + i_first + o_x, b_sum.to(p_out.dtype.element_ty), mask=m_x)
 
 

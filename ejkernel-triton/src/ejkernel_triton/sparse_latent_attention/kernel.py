@@ -23,7 +23,7 @@ from ejkernel_triton._latents.tiles import attend, store_rows
 from ejkernel_triton._numerics import dot_precision
 from ejkernel_triton._stored import load_rows
 
-_MAX_SEARCH_BLOCK = 2048
+_MAX_SEARCH_BLOCK = 1024
 """Most slots of a query that are searched at once for those that name a token."""
 
 
