@@ -47,17 +47,21 @@ ORDERED = (
     "delta_rule",
     "flash_attention",
     "grouped_matmul",
+    "latent_paged_attention",
     "layer_norm",
     "linear_recurrence",
     "mean_pooling",
+    "native_sparse_attention",
     "paged_attention",
     "paged_cache_update",
     "qk_norm_rope",
+    "quantized_matmul",
     "rms_norm",
     "rope",
     "rwkv4",
     "selective_scan",
     "softmax",
+    "sparse_latent_attention",
 )
 """Operations that have a default order."""
 

@@ -7,6 +7,7 @@ multiplied by XLA. The gradient of x is the same product with the other dimensio
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._interpret import interpreting
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._numerics import dot_precision
-from ejkernel_triton.quantized_matmul.config import Config, period_of
+from ejkernel_triton.quantized_matmul.config import LEAST_DEPTH, Config, period_of
 from ejkernel_triton.quantized_matmul.gradients import scale_gradients
 from ejkernel_triton.quantized_matmul.tiles import combine_kernel, product_kernel, unpack_kernel
 
@@ -83,6 +84,8 @@ class _Weights:
     def _in_tiles(self, left: Any, config: Config, packed_inner: bool) -> Any:
         rows, dtype = left.shape[1], left.dtype
         width = self.rows if packed_inner else self.columns
+        if packed_inner:  # a config may be of the other phase, whose tiles do not contract periods
+            config = dataclasses.replace(config, block_periods=max(config.block_periods, LEAST_DEPTH))
         tile = (config.block_rows, config.block_periods * self.period)
         tiles_n = -(-width // tile[0 if packed_inner else 1])
         blocks_k = -(-left.shape[2] // tile[1 if packed_inner else 0])

@@ -23,6 +23,7 @@ _TIMED_HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))
 _FEWEST_TOKENS = 1024
 _FEW_QUERIES, _MANY_KEYS = 16, 8192
 _NARROW_WINDOW = 1024
+_FEW_TOKENS_OF_DOCUMENTS = 4096
 """Keys; between 128 and 4096 nothing was timed, and from here on most tiles of a row are seen whole."""
 _PACKED_WINDOW = 256
 """Keys; up to here Mosaic GPU's forward kernel packs the heads that share keys."""
@@ -48,6 +49,7 @@ def _attention_on_mosaic_gpu(call: FlashAttentionCall, phase: Phase, target: Tar
     H16/8 D256 window 4096 soft cap     forward 1.15, Triton 2.21    backward 7.24, Triton 10.1
     H16 D192/128 causal                 forward 1.04, Triton 1.88    backward 4.27, Triton 9.15
     H16/4 D128 causal T32768 8 segments forward 1.01, Triton 1.36    backward 3.22, Triton 4.55
+    H8/2 D64 causal T4096 4 segments    forward 0.066, Triton 0.044 (bench_block_sparse_h100.json, with backward 0.158, 0.179)
     H64/8 D64 window 128                forward 0.203, Triton 0.286  backward 0.969, Triton 0.712
     H16 D128 causal, bias `[1,1,T,T]`   forward 1.23, Triton 1.76    backward 5.30, Triton 9.78
     H16 D128 causal, bias of keys       forward 1.00, Triton 1.72    backward 4.71
@@ -67,6 +69,8 @@ def _attention_on_mosaic_gpu(call: FlashAttentionCall, phase: Phase, target: Tar
             return Priority(BEHIND_TRITON, "gradients under a window of 128 keys took 0.97 ms, Triton's 0.71 ms")
         if not _packs(call):
             return Priority(BEHIND_TRITON, "under a window of 128 keys it was faster where 8 heads or more share keys alone")
+    if phase == "forward" and call.query_segments is not None and _is_short_and_narrow(call):
+        return Priority(BEHIND_TRITON, "Triton's was faster for up to 4096 tokens of documents and heads of 64")
     return Priority(AHEAD_OF_TRITON)
 
 
@@ -134,6 +138,10 @@ def _few_tokens(call: FlashAttentionCall, phase: Phase) -> Priority | None:
 def _is_chunk(call: FlashAttentionCall) -> bool:
     """A few queries over as many keys as were timed with them."""
     return call.query.shape[1] < _FEWEST_TOKENS and call.key.shape[1] >= _MANY_KEYS and call.window is None
+
+
+def _is_short_and_narrow(call: FlashAttentionCall) -> bool:
+    return call.query.shape[1] <= _FEW_TOKENS_OF_DOCUMENTS and call.query.shape[3] <= 64
 
 
 def _packs(call: FlashAttentionCall) -> bool:

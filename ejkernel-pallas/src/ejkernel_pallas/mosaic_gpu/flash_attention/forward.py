@@ -205,13 +205,13 @@ class _Block:
             source = self.key if name == "key" else self.value
             plgpu.copy_gmem_to_smem(source.at[coord.batch, pl.ds(i_key * c.block_k, c.block_k), i_key_head], s_tile, full)
 
-        def step(i_key: Any, _: Any) -> None:
-            count = done + (i_key - low)
+        def step(i_tile: Any, _: Any) -> None:
+            count = done + i_tile
             slot, fresh = lax.rem(count, jnp.int32(c.num_stages)), count < c.num_stages
             for name in self.plan.rings:
-                copy(name, i_key, slot, fresh)
+                copy(name, low + i_tile, slot, fresh)
 
-        lax.fori_loop(low, high, step, None)
+        lax.fori_loop(0, high - low, step, None)  # from a constant: one that was read varies over a mesh, one more does not
         return done + (high - low)
 
     def drain(self, done: Any) -> None:
@@ -454,7 +454,8 @@ class _KeyLoop:
             b_weights, b_max, b_sum, _ = self.online_softmax_update(self.masked_logits(self.low, b_qk), b_max, b_sum)
             return b_acc, b_max, b_sum, b_weights.astype(dtype)
 
-        def step(i_key: Any, carry: Any) -> Any:
+        def step(i_tile: Any, carry: Any) -> Any:
+            i_key = self.low + i_tile
             b_acc, b_max, b_sum, b_half = carry
             both = self.overlapped if self.block.config.overlap else self.sequential
             b_next, b_weights, b_new, b_total, b_rescale = both(i_key, b_acc, b_max, b_sum, b_half)
@@ -471,7 +472,7 @@ class _KeyLoop:
             return b_acc, b_max, b_sum
 
         def some() -> Any:
-            carry = lax.fori_loop(self.low + 1, self.high, step, begin())
+            carry = lax.fori_loop(1, self.high - self.low, step, begin())
             self.release_query()
             return end(carry)
 
