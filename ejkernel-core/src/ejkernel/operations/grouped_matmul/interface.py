@@ -20,11 +20,8 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
-from ejkernel.utils.checks import check_array, check_compute, check_shape
-from ejkernel.utils.dtypes import common_dtype
-
-FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-"""Dtypes of lhs, beside those of two bytes and more, and then of rhs; the two sides may differ."""
+from ejkernel.utils.checks import check_array, check_compute, check_shape, result_dtype
+from ejkernel.utils.dtypes import FLOAT8, common_dtype
 
 
 class GroupedMatmulInputs(NamedTuple):
@@ -150,7 +147,8 @@ class GroupedMatmul(Operation):
             raise invalid("rhs", f"shape {tuple(rhs.shape)}", f"{meaning} with K = {inner} as in lhs")
         columns = rhs.shape[1 if transpose_rhs else 2]
         _check_groups(group_sizes, group_offset, rhs.shape[0])
-        dtype = _result_dtype(preferred_element_type, lhs, rhs)
+        preferred = _common_dtype(lhs, rhs) if preferred_element_type is None else preferred_element_type
+        dtype = result_dtype("preferred_element_type", preferred)
         if existing_out is not None:
             check_shape("existing_out", existing_out, (rows, columns), "[M, N]")
             if np.dtype(existing_out.dtype).name != dtype:
@@ -272,16 +270,6 @@ def _common_dtype(lhs: Any, rhs: Any) -> Any:
     if np.dtype(lhs.dtype).name in FLOAT8:
         return jnp.dtype(jnp.bfloat16)
     return common_dtype(lhs.dtype, rhs.dtype) if has_gradient(rhs) else jnp.dtype(lhs.dtype)
-
-
-def _result_dtype(preferred: Any, lhs: Any, rhs: Any) -> str:
-    try:
-        dtype = _common_dtype(lhs, rhs) if preferred is None else jnp.dtype(preferred)
-    except TypeError:
-        raise wrong_type("preferred_element_type", repr(preferred), "float32, bfloat16 or float16") from None
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-        raise wrong_type("preferred_element_type", f"dtype {dtype}", "float32, bfloat16 or float16")
-    return dtype.name
 
 
 OPERATION = GroupedMatmul()
