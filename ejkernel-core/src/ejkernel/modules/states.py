@@ -281,7 +281,9 @@ def _ssd(
         if D is not None:
             skip = D.astype(wide) if D.ndim == 2 else D.astype(wide)[:, None]
             out = (out.astype(wide) + x.astype(wide) * skip[None, None]).astype(x.dtype)
-        return out.reshape(batch, length, heads * channels), jnp.swapaxes(state, 2, 3)
+        shape = batch, length, heads * channels
+        # A mesh has no rule for a reshape of nothing.
+        return out.reshape(shape) if channels else jnp.zeros(shape, out.dtype), jnp.swapaxes(state, 2, 3)
 
     return Bound(bound.call, bound.inputs, finish)
 

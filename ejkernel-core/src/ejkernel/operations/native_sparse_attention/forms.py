@@ -72,6 +72,8 @@ def block_means(x: Any, block_size: int, blocks: Blocks, cu_seqlens: Any) -> Any
     if cu_seqlens is not None:
         bounds = jnp.concatenate([blocks.starts, cu_seqlens[-1:].astype(jnp.int32)])
         return _MEAN_POOLING.invoke({"x": x, "cu_seqlens": bounds}, {})[None]
+    if not length:
+        return x  # no blocks; a mesh has no rule for a reshape of nothing
     x = jnp.pad(x, [(0, 0), (0, -length % block_size), (0, 0), (0, 0)])
     wide = accumulator(x.dtype)
     return jnp.mean(x.reshape(batch, -(-length // block_size), block_size, heads, size), axis=2, dtype=wide).astype(x.dtype)
