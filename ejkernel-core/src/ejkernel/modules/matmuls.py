@@ -165,7 +165,7 @@ def scaled_matmul(
     Products are summed in int32 or float32 and scaled in float32. lhs and rhs have no gradient; the scales have.
 
     Args:
-        lhs: `[..., K]`, any number of axes, int8, float8_e4m3fn or float8_e5m2.
+        lhs: `[..., K]`, int8, float8_e4m3fn or float8_e5m2.
         rhs: `[K,N]`, or `[N,K]` with transpose_rhs; int8 beside int8, else either float8.
         lhs_scale: `[...]`, one number per row of lhs, or one number; float32, bfloat16 or float16.
         rhs_scale: `[N]`, or one number.

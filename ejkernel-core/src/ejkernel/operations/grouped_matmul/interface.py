@@ -123,21 +123,7 @@ class GroupedMatmul(Operation):
         transpose_rhs: bool = False,
         precision: Any = None,
     ) -> Bound:
-        """Check and add the batch axis.
-
-        Args:
-            lhs: `[M,K]`, floating; float8_e4m3fn or float8_e5m2 beside a rhs in one of them.
-            rhs: `[G,K,N]`, or `[G,N,K]` with transpose_rhs, floating (float8 too) or int8.
-            group_sizes: integers `[G]`, or `[S]` with S >= G beside group_offset; >= 0, sum at most M.
-            group_offset: integer scalar or `[1]`: the group of the first matrix of rhs; None = 0.
-            existing_out: `[M,N]` in the result's dtype, or None (zeros).
-            rhs_scale: `[G]`, or `[G,N]` for one number per column, floating; None = 1.
-            bias: `[G,N]`, floating; None = 0.
-            lhs_scale: `[M]`, or one number `[]`, floating; None = 1.
-            preferred_element_type: dtype of the result; None = the dtype of the products, bfloat16 for float8 with float8.
-            transpose_rhs: rhs is `[G,N,K]`.
-            precision: None, "default", "high", "highest" or a `jax.lax.Precision`.
-        """
+        """Check and add the batch axis. Arguments as in `ejkernel.grouped_matmul`."""
         if not isinstance(transpose_rhs, bool):
             raise wrong_type("transpose_rhs", repr(transpose_rhs), "a bool")
         _check_sides(lhs, rhs)

@@ -18,7 +18,7 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
-from ejkernel.utils.checks import check_array, check_compute, result_dtype
+from ejkernel.utils.checks import check_array, check_compute, check_shape, result_dtype
 from ejkernel.utils.dtypes import FLOAT8
 
 
@@ -42,13 +42,7 @@ class ScaledMatmulOutputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaledMatmulCall(Call):
-    """Static facts.
-
-    Attributes:
-        out_dtype: dtype of out.
-        transpose_rhs: rhs is `[b, n, k]`.
-        precision: of the sums in float8: None ("highest", float32), or "default", "high", "highest".
-    """
+    """Static facts. The precision is that of sums in float8; None is "highest", float32."""
 
     lhs: ArraySpec
     rhs: ArraySpec
@@ -70,15 +64,12 @@ class ScaledMatmulCall(Call):
 
     @property
     def tolerated_as(self) -> str | None:
-        """Tensor cores sum products of float8 in fewer bits than float32 has, which a result in float32 would show."""
+        """As of `GroupedMatmulCall`."""
         return "bfloat16" if self.in_float8 else None
 
 
 class ScaledMatmul(Operation):
-    """`out_ij = lhs_scale_i * rhs_scale_j * sum_k lhs_ik rhs_kj`, summed in int32 or float32, scaled in float32.
-
-    lhs and rhs have no gradient in one byte; the scales have theirs.
-    """
+    """`out_ij = lhs_scale_i * rhs_scale_j * sum_k lhs_ik rhs_kj`, summed in int32 or float32, scaled in float32."""
 
     name = "scaled_matmul"
     Call = ScaledMatmulCall
@@ -98,17 +89,7 @@ class ScaledMatmul(Operation):
         out_dtype: Any = None,
         precision: Any = None,
     ) -> Bound:
-        """Check and add the batch axis.
-
-        Args:
-            lhs: `[..., K]`, int8, float8_e4m3fn or float8_e5m2.
-            rhs: `[K,N]`, or `[N,K]` with transpose_rhs, int8 beside int8, else one of the float8 types.
-            lhs_scale: floating `[...]`, one number per row of lhs, or one number `[]`.
-            rhs_scale: floating `[N]`, or one number `[]`.
-            transpose_rhs: rhs is `[N,K]`.
-            out_dtype: float32, bfloat16 or float16; None = bfloat16.
-            precision: None, "default", "high", "highest" or a `jax.lax.Precision`.
-        """
+        """Check and add the batch axis. Arguments as in `ejkernel.scaled_matmul`."""
         if not isinstance(transpose_rhs, bool):
             raise wrong_type("transpose_rhs", repr(transpose_rhs), "a bool")
         _check_sides(lhs, rhs)
@@ -118,7 +99,7 @@ class ScaledMatmul(Operation):
             remedy = f"transpose_rhs={not transpose_rhs} reads the other axis" if inner in rhs.shape else ""
             raise invalid("rhs", f"shape {tuple(rhs.shape)}", f"{meaning} with K = {inner} as in lhs", remedy=remedy)
         columns = rhs.shape[0 if transpose_rhs else 1]
-        _check_scale("lhs_scale", lhs_scale, tuple(rows), "one number per row of lhs")
+        _check_scale("lhs_scale", lhs_scale, tuple(rows), "[...] of lhs")
         _check_scale("rhs_scale", rhs_scale, (columns,), "[N]")
         inputs = ScaledMatmulInputs(_matrices(lhs, 1), rhs[None], _matrices(lhs_scale, 0), _matrices(rhs_scale, 0))
         call = ScaledMatmulCall(
@@ -159,10 +140,7 @@ class ScaledMatmul(Operation):
 
 
 def _matrices(array: Any, last: int) -> Any:
-    """`[b, m]` and the `last` axes: of fewer axes with 1 in front, of more with the first ones as one.
-
-    One or two axes of rows are not reshaped, which JAX refuses where they are split over an explicit mesh.
-    """
+    """`[b, m]` and the `last` axes. JAX refuses to merge axes split over an explicit mesh, so two are left as they are."""
     lead = array.ndim - last
     if lead > 2:
         return array.reshape(math.prod(array.shape[: lead - 1]), *array.shape[lead - 1 :])
@@ -185,8 +163,8 @@ def _check_sides(lhs: Any, rhs: Any) -> None:
 
 def _check_scale(name: str, scale: Any, full: tuple[int, ...], meaning: str) -> None:
     check_compute(name, scale)
-    if tuple(scale.shape) not in ((), full):
-        raise invalid(name, f"shape {tuple(scale.shape)}", f"{full} or () = {meaning}, or one number")
+    if scale.shape != ():
+        check_shape(name, scale, full, f"{meaning}, or one number")
 
 
 OPERATION = ScaledMatmul()
