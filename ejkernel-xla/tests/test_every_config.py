@@ -33,6 +33,7 @@ from ejkernel import kernel_registry
 from ejkernel._plugins.records import Candidate
 from ejkernel.operations.common.case import Case
 from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
+from ejkernel.operations.scaled_matmul import cases as scaled_matmul
 from ejkernel.plugin import Target, resolve
 from ejkernel.testing.problem import Problem
 from ejkernel.testing.spaces import check_space
@@ -53,6 +54,17 @@ def attention(draw: Any) -> Drawn:
     return arrays, {"causal": draw(st.booleans()), "sliding_window": window, "return_lse": draw(st.booleans())}
 
 
+@st.composite
+def scaled_products(draw: Any) -> Drawn:
+    float8 = st.sampled_from(("float8_e4m3fn", "float8_e5m2"))
+    left, right = draw(st.one_of(st.tuples(float8, float8), st.just(("int8", "int8"))))
+    rows, size = draw(st.sampled_from(((), (0,), (5,), (2, 3)))), st.sampled_from((0, 1, 9, 40))
+    transpose, scales = draw(st.booleans()), draw(st.sampled_from(("", "row", "column", "row column")))
+    make = scaled_matmul.arrays(rows, draw(size), draw(size), left, right, transpose=transpose, scales=scales)
+    options = {"transpose_rhs": transpose, "out_dtype": "float32", "precision": draw(maybe(st.just("default")))}
+    return dict(make(np.random.default_rng(draw(seeds)))), options
+
+
 def both(drawn: Any) -> Drawn:
     return drawn.arrays, drawn.options
 
@@ -71,6 +83,7 @@ PROBLEMS: dict[str, st.SearchStrategy[Drawn]] = {
     "paged_attention": paged.attention(),
     "quantized_matmul": quantized_matmul.problems().map(both),
     "rwkv4": rwkv4.problems(),
+    "scaled_matmul": scaled_products(),
     "selective_scan": selective_scan.problems().map(lambda arrays: (arrays, {})),
     "sparse_latent_attention": sparse_latent.calls(),
 }
