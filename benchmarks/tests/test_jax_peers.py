@@ -31,6 +31,8 @@ def _limits(monkeypatch):
         ("rope", "gqa", "jax"),
         ("mean_pooling", "heads", "jax"),
         ("causal_conv1d", "silu", "jax"),
+        ("scaled_matmul", "float8-transposed", "jax"),
+        ("scaled_matmul", "int8", "jax"),
         ("delta_rule", "plain", "lax.scan"),
         ("selective_scan", "state", "lax.scan"),
         ("rwkv4", "plain", "lax.scan"),

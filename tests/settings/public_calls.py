@@ -82,6 +82,10 @@ def _negative(value: np.ndarray) -> np.ndarray:
     return -np.abs(value)
 
 
+def _in_float8(value: np.ndarray) -> np.ndarray:
+    return value.astype(jnp.float8_e4m3fn)
+
+
 def _share(value: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-value))
 
@@ -132,6 +136,7 @@ def _dense() -> list[PublicCall]:
             {"group_size": 32, "bits": 8, "mode": "affine"},
             w=lambda x: np.abs(x * 1000).astype(np.uint32),
         ),
+        _call("scaled_matmul", "lhs: b t d, rhs: d v, lhs_scale: b t, rhs_scale: v", lhs=_in_float8, rhs=_in_float8),
         _call("flash_attention", _QKV, {"causal": True}),
         _call("attention", _QKV, {"causal": True, "dropout_prob": 0.25, "dropout_rng": 3, "deterministic": False}),
         _call("scaled_dot_product_attention", _QKV, {"causal": True}),

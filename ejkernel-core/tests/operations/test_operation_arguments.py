@@ -43,6 +43,7 @@ B = np.ones((2, 5, 4), np.float32)
 S = np.ones((2, 4, 8, 8), np.float32)
 IDS = np.zeros((2, 5), np.int32)
 FILTERS = np.ones((8, 4), np.float32)
+N8, ONE = np.ones((8, 8), jnp.float8_e4m3fn), np.float32(1)
 ROWS = np.ones((2, 3), np.int32)
 
 _ROPE = [
@@ -297,6 +298,37 @@ REFUSED: dict[str, list[Any]] = {
     "rope": [
         ((Q, None, None, C), {}, TypeError, r"cos: got None, expected an array; LlamaRotaryEmbedding"),
         *_ROPE,
+    ],
+    "scaled_matmul": [
+        ((X[0], N8, ONE, ONE), {}, TypeError, "lhs: got dtype float32, expected int8, float8_e4m3fn or float8_e5m2; divide it"),
+        ((N8[0, 0], N8, ONE, ONE), {}, ValueError, r"lhs: got shape \(\), expected \[..., K\]"),
+        (
+            (N8, N8.astype(np.int8), ONE, ONE),
+            {},
+            TypeError,
+            "rhs: got dtype int8, expected float8_e4m3fn or float8_e5m2 beside",
+        ),
+        ((N8.astype(np.int8), N8, ONE, ONE), {}, TypeError, "rhs: got dtype float8_e4m3fn, expected int8 beside lhs in int8"),
+        ((N8, N8[0], ONE, ONE), {}, ValueError, r"rhs: got shape \(8,\) with 1 axes, expected 2 axes"),
+        (
+            (N8, N8[:3], ONE, ONE),
+            {},
+            ValueError,
+            r"rhs: got .*expected \[K, N\] with K = 8 as in lhs; transpose_rhs=True reads",
+        ),
+        ((N8, N8, ONE, ONE), {"transpose_rhs": 0}, TypeError, "transpose_rhs: got 0, expected a bool"),
+        (
+            (N8, N8, X[0, :, 0], ONE),
+            {},
+            ValueError,
+            r"lhs_scale: got shape \(3,\), expected \(8,\) = \[...\] of lhs, or one number",
+        ),
+        ((N8, N8, ONE, X[0]), {}, ValueError, r"rhs_scale: got shape \(3, 8\), expected \(8,\) = \[N\], or one number"),
+        ((N8, N8, G2[0], ONE), {}, TypeError, "lhs_scale: got dtype int32, expected a floating type"),
+        ((N8, N8, ONE, None), {}, TypeError, "rhs_scale: got NoneType, expected an array"),
+        ((N8, N8, ONE, ONE), {"out_dtype": jnp.int8}, TypeError, "out_dtype: got dtype int8, expected float32, bfloat16"),
+        ((N8, N8, ONE, ONE), {"out_dtype": "int9"}, TypeError, "out_dtype: got 'int9', expected float32, bfloat16 or float16"),
+        ((N8, N8, ONE, ONE), {"precision": "best"}, ValueError, "precision: got 'best', expected None or one of default"),
     ],
     "softmax": [
         ((X.astype(np.int32),), {}, TypeError, "x: got dtype int32, expected a floating type"),

@@ -196,6 +196,11 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "state",
         "return_state",
     ),
+    "scaled_matmul": (
+        "out_dtype",
+        "transpose_rhs",
+        "precision",
+    ),
     "selective_scan": (
         "D",
         "initial_state",

@@ -57,6 +57,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("rms_norm"),
             *_both_phases("rope"),
             *_both_phases("rwkv4", configs="ejkernel_xla.rwkv4.config:CONFIGS"),
+            *_both_phases("scaled_matmul", configs="ejkernel_xla.scaled_matmul.config:CONFIGS"),
             *_both_phases("selective_scan", configs="ejkernel_xla.selective_scan.config:CONFIGS"),
             *_both_phases("softmax"),
             *_both_phases("sparse_latent_attention", configs="ejkernel_xla.sparse_latent_attention.config:CONFIGS"),

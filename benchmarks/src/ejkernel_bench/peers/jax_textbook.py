@@ -163,6 +163,19 @@ def _causal_conv1d(call: Any, inputs: Any) -> Function | str:
     return convolution
 
 
+def _scaled_matmul(call: Any, inputs: Any) -> Function:
+    """The plain product in bfloat16, which holds what is stored."""
+
+    def product(inputs: Any) -> Mapping[str, Any]:
+        lhs, rhs = inputs.lhs.astype(jnp.bfloat16), inputs.rhs.astype(jnp.bfloat16)
+        rhs = jnp.swapaxes(rhs, 1, 2) if call.transpose_rhs else rhs
+        out = jnp.matmul(lhs, rhs, preferred_element_type=jnp.float32)
+        lhs_scale, rhs_scale = inputs.lhs_scale.astype(jnp.float32), inputs.rhs_scale.astype(jnp.float32)
+        return {"out": (out * lhs_scale[:, :, None] * rhs_scale[:, None, :]).astype(call.out_dtype)}
+
+    return product
+
+
 PEERS = (
     Peer(
         "jax",
@@ -177,6 +190,7 @@ PEERS = (
             "linear_cross_entropy": _linear_cross_entropy,
             "mean_pooling": _mean_pooling,
             "causal_conv1d": _causal_conv1d,
+            "scaled_matmul": _scaled_matmul,
         },
     ),
 )

@@ -46,7 +46,14 @@ from ejkernel.modules.losses import (
     token_logprobs,
 )
 from ejkernel.modules.mamba import Mamba3, mamba3
-from ejkernel.modules.matmuls import GroupedMatmul, QuantizedMatmul, grouped_matmul, quantized_matmul
+from ejkernel.modules.matmuls import (
+    GroupedMatmul,
+    QuantizedMatmul,
+    ScaledMatmul,
+    grouped_matmul,
+    quantized_matmul,
+    scaled_matmul,
+)
 from ejkernel.modules.norms import (
     FusedAddRmsNorm,
     GatedRmsNorm,
@@ -191,6 +198,7 @@ __all__ = [
     "Rope",
     "ScaledDotProductAttention",
     "ScaledDotProductAttentionConfig",
+    "ScaledMatmul",
     "Softmax",
     "StateSpaceV1",
     "StateSpaceV2",
@@ -253,6 +261,7 @@ __all__ = [
     "rwkv7",
     "rwkv7_mul",
     "scaled_dot_product_attention",
+    "scaled_matmul",
     "softmax",
     "state_space_v1",
     "state_space_v2",

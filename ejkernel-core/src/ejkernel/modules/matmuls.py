@@ -10,6 +10,7 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.grouped_matmul.interface import OPERATION as _GROUPED_MATMUL
 from ejkernel.operations.quantized_matmul.interface import OPERATION as _QUANTIZED_MATMUL
+from ejkernel.operations.scaled_matmul.interface import OPERATION as _SCALED_MATMUL
 
 _TPU_PATHS = ("hybrid", "packed", "predecode")
 
@@ -146,6 +147,52 @@ def quantized_matmul(
     )
 
 
+@public()
+def scaled_matmul(
+    lhs: t.NarrowRows,
+    rhs: t.NarrowMatrix,
+    lhs_scale: t.ScaleOfRows,
+    rhs_scale: t.ScaleOfColumns,
+    *,
+    transpose_rhs: t.Flag = False,
+    out_dtype: t.DTypeLike | None = None,
+    precision: t.PrecisionLike | None = None,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.BatchedProduct:
+    """Product of int8 with int8, or float8 with float8: `(lhs @ rhs) * lhs_scale[..., None] * rhs_scale`.
+
+    Products are summed in int32 or float32 and scaled in float32. lhs and rhs have no gradient; the scales have.
+
+    Args:
+        lhs: `[..., K]`, int8, float8_e4m3fn or float8_e5m2.
+        rhs: `[K,N]`, or `[N,K]` with transpose_rhs; int8 beside int8, else either float8.
+        lhs_scale: `[...]`, one number per row of lhs, or one number; float32, bfloat16 or float16.
+        rhs_scale: `[N]`, or one number.
+        transpose_rhs: rhs is `[N,K]`.
+        out_dtype: float32, bfloat16 or float16; None = bfloat16.
+        precision: None and "highest" sum in float32; "default" lets Hopper's tensor cores sum float8 in fewer bits.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+
+    Returns:
+        `[..., N]`.
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: a dtype does not fit.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022.
+    """
+    return _SCALED_MATMUL.invoke(
+        {"lhs": lhs, "rhs": rhs, "lhs_scale": lhs_scale, "rhs_scale": rhs_scale},
+        {"transpose_rhs": transpose_rhs, "out_dtype": out_dtype, "precision": precision},
+        platform=platform,
+        cfg=cfg,
+    )
+
+
 def _check_hints(fuse: Any, use_best_config: Any, allow_dense_fallback: Any, strict_fuse: Any, tpu_path: Any) -> None:
     for name, value in (("fuse", fuse), ("use_best_config", use_best_config)):
         if not isinstance(value, bool):
@@ -161,3 +208,4 @@ def _check_hints(fuse: Any, use_best_config: Any, allow_dense_fallback: Any, str
 
 GroupedMatmul = class_form("GroupedMatmul", grouped_matmul)
 QuantizedMatmul = class_form("QuantizedMatmul", quantized_matmul)
+ScaledMatmul = class_form("ScaledMatmul", scaled_matmul)

@@ -64,6 +64,17 @@ def check_compute(name: str, value: Any, *, ndim: int | None = None) -> None:
         raise wrong_type(name, f"dtype {value.dtype}", "float32, bfloat16 or float16", remedy="convert it and apply its scale")
 
 
+def result_dtype(name: str, given: Any) -> str:
+    """The name of a floating dtype of at least 16 bits."""
+    try:
+        dtype = jnp.dtype(given)
+    except TypeError:
+        raise wrong_type(name, repr(given), "float32, bfloat16 or float16") from None
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise wrong_type(name, f"dtype {dtype}", "float32, bfloat16 or float16")
+    return dtype.name
+
+
 def integer(name: str, value: Any, least: int | None = None, *, remedy: str = STATIC_REMEDY) -> int:
     """A Python int, refused if it is a bool, an array (`remedy` is for a traced one) or below `least`."""
     refuse_traced(name, value, "an int known when the program is built", remedy=remedy)

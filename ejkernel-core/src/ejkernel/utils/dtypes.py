@@ -8,6 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+"""Dtypes of one byte in which both sides of a product may be."""
+
 
 def common_dtype(*dtypes: Any) -> Any:
     """The narrowest dtype that holds what each of these does, by JAX's table of promotions."""

@@ -73,16 +73,7 @@ class AddRmsNorm(Operation):
         axis: int | tuple[int, ...] = -1,
         scale_offset: float = 0.0,
     ) -> Bound:
-        """Check and bring the normalised axes last, as one.
-
-        Args:
-            x: `[..., d, ...]`, floating, at least one axis.
-            residual: of the shape of x, floating; its dtype may be another.
-            scale: `[d]` or None (ones); with several axes one axis for each of them, in the order of x.
-            epsilon: added to the mean square; >= 0.
-            axis: the axis of size d, or several that are normalised together.
-            scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1` (Gemma).
-        """
+        """Check and bring the normalised axes last, as one. Arguments as in `ejkernel.fused_add_rms_norm`."""
         rows = check_rows("x", x, axis)
         check_compute("residual", residual)
         if tuple(residual.shape) != tuple(x.shape):

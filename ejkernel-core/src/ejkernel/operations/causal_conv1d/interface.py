@@ -96,18 +96,7 @@ class CausalConv1d(Operation):
         activation: str | None = None,
         return_state: bool = False,
     ) -> Bound:
-        """Check and bring the state to `[B, n, W - 1, C]`.
-
-        Args:
-            x: `[B,T,C]`, floating.
-            weight: `[C,W]`, W >= 2; the last column meets the token itself.
-            bias: `[C]` or None.
-            initial_state: `[B,W-1,C]`, or `[n,W-1,C]` with cu_seqlens; None = zeros.
-            segments: integers `[B,T]` or `[1,T]`; below 0 is padding.
-            cu_seqlens: integers `[n + 1]`, B = 1.
-            activation: None or "silu".
-            return_state: also return the last inputs, shaped like initial_state.
-        """
+        """Check and bring the state to `[B, n, W - 1, C]`. Arguments as in `ejkernel.causal_conv1d`; segments is its seg_ids."""
         if not isinstance(return_state, bool):
             raise wrong_type("return_state", repr(return_state), "a bool")
         if activation not in (None, "silu"):

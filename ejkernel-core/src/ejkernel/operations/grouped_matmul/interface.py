@@ -20,11 +20,8 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
-from ejkernel.utils.checks import check_array, check_compute, check_shape
-from ejkernel.utils.dtypes import common_dtype
-
-FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-"""Dtypes of lhs, beside those of two bytes and more, and then of rhs; the two sides may differ."""
+from ejkernel.utils.checks import check_array, check_compute, check_shape, result_dtype
+from ejkernel.utils.dtypes import FLOAT8, common_dtype
 
 
 class GroupedMatmulInputs(NamedTuple):
@@ -126,21 +123,7 @@ class GroupedMatmul(Operation):
         transpose_rhs: bool = False,
         precision: Any = None,
     ) -> Bound:
-        """Check and add the batch axis.
-
-        Args:
-            lhs: `[M,K]`, floating; float8_e4m3fn or float8_e5m2 beside a rhs in one of them.
-            rhs: `[G,K,N]`, or `[G,N,K]` with transpose_rhs, floating (float8 too) or int8.
-            group_sizes: integers `[G]`, or `[S]` with S >= G beside group_offset; >= 0, sum at most M.
-            group_offset: integer scalar or `[1]`: the group of the first matrix of rhs; None = 0.
-            existing_out: `[M,N]` in the result's dtype, or None (zeros).
-            rhs_scale: `[G]`, or `[G,N]` for one number per column, floating; None = 1.
-            bias: `[G,N]`, floating; None = 0.
-            lhs_scale: `[M]`, or one number `[]`, floating; None = 1.
-            preferred_element_type: dtype of the result; None = the dtype of the products, bfloat16 for float8 with float8.
-            transpose_rhs: rhs is `[G,N,K]`.
-            precision: None, "default", "high", "highest" or a `jax.lax.Precision`.
-        """
+        """Check and add the batch axis. Arguments as in `ejkernel.grouped_matmul`."""
         if not isinstance(transpose_rhs, bool):
             raise wrong_type("transpose_rhs", repr(transpose_rhs), "a bool")
         _check_sides(lhs, rhs)
@@ -150,7 +133,8 @@ class GroupedMatmul(Operation):
             raise invalid("rhs", f"shape {tuple(rhs.shape)}", f"{meaning} with K = {inner} as in lhs")
         columns = rhs.shape[1 if transpose_rhs else 2]
         _check_groups(group_sizes, group_offset, rhs.shape[0])
-        dtype = _result_dtype(preferred_element_type, lhs, rhs)
+        preferred = _common_dtype(lhs, rhs) if preferred_element_type is None else preferred_element_type
+        dtype = result_dtype("preferred_element_type", preferred)
         if existing_out is not None:
             check_shape("existing_out", existing_out, (rows, columns), "[M, N]")
             if np.dtype(existing_out.dtype).name != dtype:
@@ -272,16 +256,6 @@ def _common_dtype(lhs: Any, rhs: Any) -> Any:
     if np.dtype(lhs.dtype).name in FLOAT8:
         return jnp.dtype(jnp.bfloat16)
     return common_dtype(lhs.dtype, rhs.dtype) if has_gradient(rhs) else jnp.dtype(lhs.dtype)
-
-
-def _result_dtype(preferred: Any, lhs: Any, rhs: Any) -> str:
-    try:
-        dtype = _common_dtype(lhs, rhs) if preferred is None else jnp.dtype(preferred)
-    except TypeError:
-        raise wrong_type("preferred_element_type", repr(preferred), "float32, bfloat16 or float16") from None
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-        raise wrong_type("preferred_element_type", f"dtype {dtype}", "float32, bfloat16 or float16")
-    return dtype.name
 
 
 OPERATION = GroupedMatmul()

@@ -128,21 +128,8 @@ class LinearRecurrence(Operation):
     ) -> Bound:
         """Check and bring the state to `[B, n, H, D, V]`.
 
-        Args:
-            query: `[B,T,heads,D]`, floating. Every array has H or K heads, H the most and K the fewest of query, key and value.
-            key: `[B,T,heads,D]`.
-            value: `[B,T,heads,V]`.
-            g: log decay per token and head `[B,T,heads]`.
-            g_gamma: log decay per head `[heads]` or `[B,heads]`.
-            gk: log decay per token and key channel `[B,T,heads,D]`.
-            gv: log decay per token and value channel `[B,T,heads,V]`.
-            bonus: weight of the token itself `[heads,D]`; None: the state after the token is read.
-            initial_state: `[B,H,D,V]`, or `[n,H,D,V]` with cu_seqlens; None = zeros.
-            cu_seqlens: integers `[n + 1]`, B = 1.
-            scale: factor of the output; None = 1 / sqrt(D). Traced, it multiplies the output after the operation.
-            reverse: run every sequence from its end.
-            return_state: also return the last state, shaped like initial_state.
-            precision: None, "default", "high", "highest" or a `jax.lax.Precision`.
+        Arguments as in `ejkernel.recurrent_attention`; scale is its softmax_scale. bonus: weight of the token itself `[heads,D]`;
+        None: the state after the token is read. Every array has H or K heads, the most and the fewest of query, key and value.
         """
         for name, flag in (("reverse", reverse), ("return_state", return_state)):
             if not isinstance(flag, bool):

@@ -62,12 +62,7 @@ class MeanPooling(Operation):
     shardable = ("b", "h", "d")
 
     def canonicalise(self, x: Any, cu_seqlens: Any = None) -> Bound:
-        """Check; x gets the axes of the batch and of heads if it has none.
-
-        Args:
-            x: `[B,T,H,D]` or `[B,T,D]`, floating; B = 1 with cu_seqlens, or `[N,H,D]` or `[N,D]`.
-            cu_seqlens: integers `[n + 1]`, not decreasing, from 0 to at most T; None = each row of the batch is one sequence.
-        """
+        """Check; x gets the axes of the batch and of heads if it has none. Arguments as in `ejkernel.mean_pooling`."""
         check_compute("x", x)
         x = _with_batch(x, cu_seqlens)
         if x.ndim not in (3, 4):

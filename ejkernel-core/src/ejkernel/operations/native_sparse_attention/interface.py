@@ -96,18 +96,7 @@ class NativeSparseAttention(Operation):
     ) -> Bound:
         """Check, and reduce every list of blocks to those that count.
 
-        Args:
-            query: `[B,T,H,D]`, floating.
-            key: `[B,T,K,D]`, H a multiple of K.
-            value: `[B,T,K,V]`.
-            block_indices: integers `[B,T,K,S]`, counted from the start of the query's own sequence. Negative numbers and blocks
-                that begin after the query name nothing; a block named twice counts once.
-            block_counts: how many of the S entries count: an int, integers `[B,T,K]`, or None for all.
-            cu_seqlens: integers `[n + 1]`: sequences packed along T, then B = 1. Queries past the last one see nothing.
-            block_size: tokens per block, at least 1.
-            softmax_scale: None = `1 / sqrt(D)`.
-            return_lse: return `(out, lse)`.
-            is_distinct: nothing is named twice, so nothing need be done about it.
+        Arguments as in `ejkernel.apply_native_sparse_attention`; is_distinct: no block is named twice.
         """
         bind.check_query_key_value(query, key, value)
         dtype = query.dtype

@@ -102,17 +102,8 @@ class PagedCacheUpdate(Operation):
     ) -> Bound:
         """Check and add the batch axis.
 
-        Args:
-            key: `[N, K, D]`, the new tokens of all requests one after the other: floating, or as the pages hold them.
-            value: `[N, K, V]`.
-            key_pages: as layout says; floating, int8, float8_e4m3fn or float8_e5m2.
-            value_pages: the same with head size V; None in layouts that hold both, where D = V, and pages may have more heads and
-                channels than the keys: those stay as they are.
-            query_start_loc: int `[R + 1]`, cumulative numbers of new tokens.
-            kv_lens: int `[R]`, keys of each request after the update.
-            block_tables: int `[R, W]`, pages of each request in order.
-            k_scale, v_scale: what keys and values are divided by, a scalar or `[K]`.
-            layout: a name of `_pages.LAYOUTS`.
+        Arguments as in `ejkernel.paged_cache_update`; key, value and pages are its keys, values and caches. In layouts that hold
+        both, value_pages is None and D = V; pages may have more heads and channels than the keys: those stay as they are.
         """
         for name, new, scale in (("key", key, k_scale), ("value", value, v_scale)):
             check_array(name, new, ndim=3, floating=False)

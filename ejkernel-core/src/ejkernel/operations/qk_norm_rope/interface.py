@@ -83,20 +83,7 @@ class QkNormRope(Operation):
         interleaved: bool = False,
         layout: str = "BTHD",
     ) -> Bound:
-        """Check; arrays stay as they are.
-
-        Args:
-            query: `[B,T,H,D]` or `[T,H,D]`, floating.
-            key: `[B,T,K,D]` or `[T,K,D]` as query.
-            cos: `[B,T,w]`, `[1,T,w]` or `[T,w]`, floating; w is `rotary_dim` (per channel) or `rotary_dim / 2` (per pair).
-            sin: like cos.
-            query_scale, key_scale: `[D]` or None (ones).
-            epsilon: added to the mean square; >= 0.
-            scale_offset: added to both scales; 1 for checkpoints that store `scale - 1` (Gemma).
-            rotary_dim: even, at most D; None = D. The norm is over all D channels.
-            interleaved: pairs are neighbours instead of halves.
-            layout: "BTHD", or "BHTD" for query and key with heads first.
-        """
+        """Check; arrays stay as they are. Arguments as in `ejkernel.fused_qk_norm_rope`; query and key are its q and k."""
         if key is None:
             raise wrong_type("key", "None", "an array", remedy="rms_norm, then rope, are the same of one array")
         rotation = check_rotation(query, key, cos, sin, rotary_dim, interleaved, layout)

@@ -102,18 +102,7 @@ class QuantizedMatmul(Operation):
         bits: int | None = None,
         group_size: int | None = None,
     ) -> Bound:
-        """Check and add the batch axis.
-
-        Args:
-            x: `[..., K]`, floating.
-            w: uint32 `[K, words]` as `quantize` packs a matrix `[K,N]`, or `[N, words]` with transpose, from `[N,K]`.
-            scales: `[K, N / group_size]`, or `[N, K / group_size]` with transpose.
-            zeros: like scales for affine, else None.
-            transpose: see w.
-            mode: one of `ejkernel.quantization.MODES`.
-            bits: of a code; None = the mode's default.
-            group_size: weights that share a scale; None = the mode's default.
-        """
+        """Check and add the batch axis. Arguments as in `ejkernel.quantized_matmul`."""
         if not isinstance(transpose, bool):
             raise wrong_type("transpose", repr(transpose), "a bool")
         form = resolve_format(mode, group_size, bits)

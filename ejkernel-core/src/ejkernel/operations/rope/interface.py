@@ -66,17 +66,7 @@ class Rope(Operation):
         interleaved: bool = False,
         layout: str = "BTHD",
     ) -> Bound:
-        """Check; arrays stay as they are.
-
-        Args:
-            query: `[B,T,H,D]` or `[T,H,D]`, floating.
-            key: `[B,T,K,D]` or `[T,K,D]` as query, or None.
-            cos: `[B,T,w]`, `[1,T,w]` or `[T,w]`, floating; w is `rotary_dim` (per channel) or `rotary_dim / 2` (per pair).
-            sin: like cos.
-            rotary_dim: even, at most D; None = D.
-            interleaved: pairs are neighbours instead of halves.
-            layout: "BTHD", or "BHTD" for query and key with heads first.
-        """
+        """Check; arrays stay as they are. Arguments as in `ejkernel.rope`: query is its x, and key another one or None."""
         rotation = check_rotation(query, key, cos, sin, rotary_dim, interleaved, layout)
         inputs = RopeInputs(rotation.query, rotation.key, rotation.cos, rotation.sin)
         call = RopeCall(

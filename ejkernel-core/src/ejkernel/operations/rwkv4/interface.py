@@ -73,16 +73,7 @@ class Rwkv4(Operation):
     shardable = ("b", "c")
 
     def canonicalise(self, w: Any, u: Any, k: Any, v: Any, state: Any = None, *, return_state: bool = False) -> Bound:
-        """Check.
-
-        Args:
-            w: `[C]`, floating; the log decay per token is -exp(w).
-            u: `[C]`.
-            k: `[B,T,C]`.
-            v: `[B,T,C]`.
-            state: `[B,3,C]` or None (nothing seen).
-            return_state: also return the last state.
-        """
+        """Check. Arguments as in `ejkernel.rwkv4`."""
         if not isinstance(return_state, bool):
             raise wrong_type("return_state", repr(return_state), "a bool")
         check_compute("k", k, ndim=3)

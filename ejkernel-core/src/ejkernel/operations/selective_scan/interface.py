@@ -98,19 +98,9 @@ class SelectiveScan(Operation):
         segments: Any = None,
         cu_seqlens: Any = None,
     ) -> Bound:
-        """Check.
+        """Check. Arguments as in `ejkernel.state_space_v1`; x and segments are its hidden_states and seg_ids.
 
-        Args:
-            x: `[B,T,I]`, floating.
-            A: `[I,N]`.
-            B: `[B,T,N]`.
-            C: `[B,T,N]`.
-            D: `[I]` or None (zeros).
-            dt: `[B,T,I]`.
-            initial_state: `[B,I,N]`, or `[n,I,N]` with cu_seqlens; None = zeros.
-            segments: integers `[B,T]` or `[1,T]`; below 0 is padding. Tokens of padding are replaced by zeros, which leave the
-                state as it is.
-            cu_seqlens: integers `[n + 1]`, B = 1.
+        Tokens of padding are replaced by zeros, which leave the state as it is.
         """
         check_compute("x", x, ndim=3)
         check_compute("A", A, ndim=2)

@@ -61,14 +61,7 @@ class Softmax(Operation):
     traceable = ("scale",)
 
     def canonicalise(self, x: Any, where: Any = None, *, axis: int | tuple[int, ...] | None = -1, scale: float = 1.0) -> Bound:
-        """Check and bring the summed axes last, as one.
-
-        Args:
-            x: floating, at least one axis.
-            where: bool, broadcastable to x, or None (all True).
-            axis: the axis or axes over which the result sums to 1; None = all.
-            scale: factor on x. Traced, x is multiplied before, and the operation runs in float32.
-        """
+        """Check and bring the summed axes last, as one. Arguments as in `ejkernel.softmax`."""
         check_compute("x", x)
         axes = normalise_axes("x", tuple(range(x.ndim)) if axis is None else axis, x.ndim)
         dtype = x.dtype
