@@ -69,7 +69,8 @@ def _attention_on_mosaic_gpu(call: FlashAttentionCall, phase: Phase, target: Tar
             return Priority(BEHIND_TRITON, "gradients under a window of 128 keys took 0.97 ms, Triton's 0.71 ms")
         if not _packs(call):
             return Priority(BEHIND_TRITON, "under a window of 128 keys it was faster where 8 heads or more share keys alone")
-    if phase == "forward" and call.query_segments is not None and _is_short_and_narrow(call):
+    short = call.query.shape[1] <= _FEW_TOKENS_OF_DOCUMENTS
+    if phase == "forward" and call.query_segments is not None and short and call.query.shape[3] <= 64:
         return Priority(BEHIND_TRITON, "Triton's was faster for up to 4096 tokens of documents and heads of 64")
     return Priority(AHEAD_OF_TRITON)
 
@@ -138,10 +139,6 @@ def _few_tokens(call: FlashAttentionCall, phase: Phase) -> Priority | None:
 def _is_chunk(call: FlashAttentionCall) -> bool:
     """A few queries over as many keys as were timed with them."""
     return call.query.shape[1] < _FEWEST_TOKENS and call.key.shape[1] >= _MANY_KEYS and call.window is None
-
-
-def _is_short_and_narrow(call: FlashAttentionCall) -> bool:
-    return call.query.shape[1] <= _FEW_TOKENS_OF_DOCUMENTS and call.query.shape[3] <= 64
 
 
 def _packs(call: FlashAttentionCall) -> bool:

@@ -12,10 +12,9 @@ from ejkernel.targets import Target
 
 
 def _selection_on_triton(call: NativeSparseAttentionCall, phase: Phase, target: Target) -> Priority:
-    """benchmarks/results/native_sparse_triton_h100.json, ms in bfloat16, 16 blocks of 64 keys:
-    T8192 H64/4 D128       forward 1.90, XLA 18.1    backward 4.37, XLA 106
-    T32768 H64/4 D128      forward 8.01, XLA 76.2    backward 17.9, XLA 460
-    B4 T4096 H32/8 D128    forward 6.98, XLA 68.2    backward 10.2, XLA 378
+    """benchmarks/results/native_sparse_triton_h100.json, bfloat16, ms, 16 blocks of 64 keys:
+    T8192 H64/4 D128       forward 1.70, XLA 18.1    backward 4.05, XLA 106
+    B4 T4096 H32/8 D128    forward 5.79, XLA 68.2    backward 9.81, XLA 378
     """
     if call.query.dtype not in HALVES:
         return Priority(UNMEASURED, f"{call.query.dtype} was not timed")
