@@ -39,6 +39,9 @@ from ejkernel.testing.problem import Problem
 from ejkernel.testing.spaces import check_space
 
 Drawn = tuple[dict[str, Any], dict[str, Any]]
+pytestmark = pytest.mark.filterwarnings("ignore:causal. with causal=True the one query")
+"""A single query may be drawn, with its alignment left open."""
+
 TARGETS = (Target("cpu"), Target("gpu", "NVIDIA H200", "9.0"), Target("tpu"))
 
 

@@ -132,7 +132,7 @@ def _dense() -> list[PublicCall]:
         _call("grouped_matmul", "lhs: n d, rhs: g d v, group_sizes: g", group_sizes=np.array([4, 2], np.int32)),
         _call(
             "quantized_matmul",
-            "x: n 64, w: 64 8, scales: 64 1, zeros: 64 1",
+            "x: b t 64, w: 64 8, scales: 64 1, zeros: 64 1",
             {"group_size": 32, "bits": 8, "mode": "affine"},
             w=lambda x: np.abs(x * 1000).astype(np.uint32),
         ),

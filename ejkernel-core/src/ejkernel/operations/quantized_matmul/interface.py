@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
+from ejkernel.operations.common.matrices import matrices, rows_as_given
 from ejkernel.plugin import Phase
 from ejkernel.quantization._weights import check_packed
 from ejkernel.quantization.format import QuantizationFormat, resolve_format
@@ -121,8 +121,7 @@ class QuantizedMatmul(Operation):
                 f"{stored} with K = {x.shape[-1]} as in x",
                 remedy=f"transpose={not transpose} reads them as {'[K, N]' if transpose else '[N, K]'}",
             )
-        rows = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), inner)
-        inputs = QuantizedMatmulInputs(rows[None], w[None], scales[None], None if zeros is None else zeros[None])
+        inputs = QuantizedMatmulInputs(matrices(x, 1), w[None], scales[None], None if zeros is None else zeros[None])
         specs = {name: None if value is None else ArraySpec.of(value) for name, value in inputs._asdict().items()}
         call = QuantizedMatmulCall(
             **specs,  # pyright: ignore[reportArgumentType]
@@ -132,11 +131,7 @@ class QuantizedMatmul(Operation):
             group_size=form.group_size,
         )
 
-        def finish(outputs: QuantizedMatmulOutputs) -> Any:
-            out = outputs.out[0]
-            return out if x.ndim == 2 else out.reshape(*x.shape[:-1], out.shape[1])
-
-        return Bound(call, inputs, finish)
+        return Bound(call, inputs, lambda outputs: rows_as_given(outputs.out, x.shape[:-1]))
 
     def random_inputs(self, call: QuantizedMatmulCall, rng: np.random.Generator, **given: Any) -> QuantizedMatmulInputs:
         """Any codes; one-byte scales near 1, as both of their formats can hold."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
+from ejkernel.operations.common.matrices import matrices, rows_as_given
 from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
@@ -101,7 +101,7 @@ class ScaledMatmul(Operation):
         columns = rhs.shape[0 if transpose_rhs else 1]
         _check_scale("lhs_scale", lhs_scale, tuple(rows), "[...] of lhs")
         _check_scale("rhs_scale", rhs_scale, (columns,), "[N]")
-        inputs = ScaledMatmulInputs(_matrices(lhs, 1), rhs[None], _matrices(lhs_scale, 0), _matrices(rhs_scale, 0))
+        inputs = ScaledMatmulInputs(matrices(lhs, 1), rhs[None], matrices(lhs_scale, 0), matrices(rhs_scale, 0))
         call = ScaledMatmulCall(
             **{name: ArraySpec.of(value) for name, value in inputs._asdict().items()},  # pyright: ignore[reportArgumentType]
             out_dtype=result_dtype("out_dtype", jnp.bfloat16 if out_dtype is None else out_dtype),
@@ -109,13 +109,7 @@ class ScaledMatmul(Operation):
             precision=as_precision(precision),
         )
 
-        def finish(outputs: ScaledMatmulOutputs) -> Any:
-            out = outputs.out
-            if len(rows) < 2:
-                return out[0] if rows else out[0, 0]
-            return out if len(rows) == 2 else out.reshape(*rows, columns)
-
-        return Bound(call, inputs, finish)
+        return Bound(call, inputs, lambda outputs: rows_as_given(outputs.out, tuple(rows)))
 
     def dimensions(self, call: ScaledMatmulCall) -> Mapping[str, str]:
         return {
@@ -137,14 +131,6 @@ class ScaledMatmul(Operation):
         scales = call.lhs_scale.nbytes + call.rhs_scale.nbytes
         moved = call.lhs.nbytes + call.rhs.nbytes + scales + self.output_specs(call).out.nbytes
         return Cost(2 * call.lhs.size * call.columns, moved + (scales if phase == "backward" else 0))
-
-
-def _matrices(array: Any, last: int) -> Any:
-    """`[b, m]` and the `last` axes. JAX refuses to merge axes split over an explicit mesh, so two are left as they are."""
-    lead = array.ndim - last
-    if lead > 2:
-        return array.reshape(math.prod(array.shape[: lead - 1]), *array.shape[lead - 1 :])
-    return array[(None,) * (2 - lead)]
 
 
 def _check_sides(lhs: Any, rhs: Any) -> None:
