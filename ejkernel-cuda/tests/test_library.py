@@ -73,8 +73,9 @@ def test_plugin_record():
         "rope",
         "softmax",
         "flash_attention",
+        "block_sparse_attention",
     ]
-    assert len({(i.operation, i.phase) for i in plugin.implementations}) == 16
+    assert len({(i.operation, i.phase) for i in plugin.implementations}) == 18
     assert plugin.custom_calls[:16] == tuple(f"ejkernel_cuda_{name}" for name in _plugin.HANDLERS)
     assert plugin.custom_calls[16:] == (_call.FORWARD, _call.BACKWARD)
 

@@ -63,4 +63,4 @@ def test_a_product_of_groups_is_traced(size):
     with jax.set_mesh(mesh), ejkernel.use("pallas", target="gpu:9.0"):
         both = jax.grad(lambda *given: jnp.sum(ejkernel.grouped_matmul(*given).astype(jnp.float32)), (0, 1))
         program = str(jax.jit(both).trace(rows, weights, sizes).jaxpr)
-    assert program.count("run_state") >= 2
+    assert "wgmma" in program
