@@ -91,6 +91,8 @@ def test_every_folder_of_an_operation_is_declared_once():
     assert {operation for operation, phases in declared.items() if len(phases) == 1} == {
         "paged_attention",
         "paged_cache_update",
+        "latent_paged_attention",
+        "sparse_latent_attention",
     }
 
 
