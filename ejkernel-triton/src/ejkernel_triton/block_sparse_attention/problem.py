@@ -16,14 +16,13 @@ from ejkernel.operations.block_sparse_attention.interface import (
     BlockSparseAttentionCall,
     BlockSparseAttentionInputs,
     as_flash_attention,
+    as_flash_call,
 )
 from ejkernel.operations.block_sparse_attention.tiles import TileLists, mapped, tile_map
 from ejkernel.operations.flash_attention import pairs
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
 from ejkernel_triton._blocks import MIN_DOT_SIZE
 from ejkernel_triton.flash_attention.mask_params import Lists
-
-_NO_INPUTS = BlockSparseAttentionInputs(None, None, None)
 
 
 def divisor(size: int) -> int:
@@ -43,7 +42,7 @@ def needs_mask(call: BlockSparseAttentionCall) -> bool:
 
 def dense_call_of(call: BlockSparseAttentionCall) -> FlashAttentionCall:
     """The call of the kernels."""
-    dense, _ = as_flash_attention(call, _NO_INPUTS)
+    dense = as_flash_call(call)
     if not needs_mask(call):
         return dense
     given = (1, 1) if call.mask is None else call.mask.shape[:2]
