@@ -1,0 +1,80 @@
+"""The training step: AdamW on float32 parameters, products in a narrower dtype, buffers donated."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+from ejkernel_train.config import TrainConfig
+from ejkernel_train.model import Model
+from ejkernel_train.operations import choose
+
+
+class State(NamedTuple):
+    """All that a step changes, and all that a checkpoint holds."""
+
+    model: Model
+    moments: Any
+    step: jax.Array
+
+
+def optimizer(config: TrainConfig) -> Any:  # optax.GradientTransformation, whose types know arrays alone
+    """Clipped AdamW; the rate rises, then falls along a cosine to a tenth. The embedding and vectors are not decayed."""
+    last = max(config.steps, config.warmup + 1)
+    rate = optax.warmup_cosine_decay_schedule(0, config.learning_rate, config.warmup, last, 0.1 * config.learning_rate)
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip),
+        optax.adamw(lambda count: rate(count + 1), b2=0.95, weight_decay=config.weight_decay, mask=decayed),
+    )
+
+
+def decayed(model: Model) -> Any:
+    """True at the matrices of blocks, which are stacked and so have three axes or more."""
+    return jax.tree.map(lambda leaf: leaf.ndim > 2, model)
+
+
+def initialise(config: TrainConfig) -> State:
+    model = Model(config.sizes, jax.random.key(config.seed))
+    return State(model, optimizer(config).init(model), jnp.zeros((), jnp.int32))
+
+
+def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[State, jax.Array]:
+    """One update on windows `[B, T + 1]`; returns the loss before it."""
+    operations = choose(config.kernels, config.plain)
+
+    def loss(model: Model) -> jax.Array:
+        return model.loss(window, operations, config.dtype, remat=config.remat, unroll=config.layers == "unroll")
+
+    value, gradients = jax.value_and_grad(loss)(state.model)
+    updates, moments = optimizer(config).update(gradients, state.moments, state.model)
+    return State(eqx.apply_updates(state.model, updates), moments, state.step + 1), value
+
+
+class Compiled(NamedTuple):
+    """The step's program, and the seconds that each stage took to make it."""
+
+    program: jax.stages.Compiled
+    trace_seconds: float
+    lower_seconds: float
+    compile_seconds: float
+
+
+def compile_step(config: TrainConfig) -> Compiled:
+    """Trace, lower and compile the step without running anything."""
+    state = jax.eval_shape(lambda: initialise(config))
+    window = jax.ShapeDtypeStruct((config.batch, config.length + 1), jnp.int32)
+    step = jax.jit(lambda state, window: train_step(config, state, window), donate_argnums=0)
+    clock = [time.perf_counter()]
+    traced = step.trace(state, window)
+    clock.append(time.perf_counter())
+    lowered = traced.lower()
+    clock.append(time.perf_counter())
+    program = lowered.compile()
+    clock.append(time.perf_counter())
+    return Compiled(program, *(after - before for before, after in itertools.pairwise(clock)))
