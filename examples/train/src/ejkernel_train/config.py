@@ -19,6 +19,7 @@ class ModelConfig:
         heads, key_heads, head_size: of attention; each key head serves `heads / key_heads` query heads.
         hidden: channels of the feed-forward layer, of each expert where there are any; 0 for blocks without one.
         experts, experts_per_token: of the mixture; 0 experts for a dense feed-forward layer.
+        balance: weight of the loss that spreads tokens over the experts.
         linear_heads, linear_key_heads, linear_head_size: of the delta rule; the state space has `linear_heads` of this size.
         state_size, groups: of the state space: channels of B and C, and heads of B and C.
         filter: tokens that the short causal convolution sees.
@@ -34,6 +35,7 @@ class ModelConfig:
     hidden: int = 0
     experts: int = 0
     experts_per_token: int = 0
+    balance: float = 0.01
     linear_heads: int = 0
     linear_key_heads: int = 0
     linear_head_size: int = 0
@@ -88,13 +90,47 @@ class TrainConfig:
 BYTES = 257
 """The vocabulary of tiny models: bytes, and the mark before a document."""
 
+
+def _llama(layers: int, width: int, vocabulary: int, **sizes: int) -> ModelConfig:
+    return ModelConfig(("attention",), layers, width, vocabulary, **sizes)
+
+
+def _hybrid(layers: int, width: int, vocabulary: int, *, head_size: int, linear_heads: int, **sizes: int) -> ModelConfig:
+    """As Qwen3-Next: three layers of the gated delta rule to one of gated attention; two value heads to a key head."""
+    linear = {"linear_heads": linear_heads, "linear_key_heads": linear_heads // 2, "linear_head_size": head_size}
+    pattern: tuple[Mixer, ...] = ("delta_rule", "delta_rule", "delta_rule", "gated_attention")
+    return ModelConfig(pattern, layers, width, vocabulary, head_size=head_size, **linear, **sizes)
+
+
+def _mamba2(layers: int, width: int, vocabulary: int, *, head_size: int, state_size: int) -> ModelConfig:
+    """Heads of twice the width together, and no feed-forward layers."""
+    linear = {"linear_heads": 2 * width // head_size, "linear_head_size": head_size, "state_size": state_size}
+    return ModelConfig(("state_space",), layers, width, vocabulary, **linear)
+
+
 MODELS: dict[str, dict[str, ModelConfig]] = {
     "llama": {
-        "tiny": ModelConfig(("attention",), 2, 64, BYTES, heads=4, key_heads=2, head_size=16, hidden=160),
-        "125m": ModelConfig(("attention",), 12, 768, 32768, heads=12, key_heads=4, head_size=64, hidden=3072),
-        "1.3b": ModelConfig(("attention",), 24, 2048, 128256, heads=16, key_heads=8, head_size=128, hidden=5504),
+        "tiny": _llama(2, 64, BYTES, heads=4, key_heads=2, head_size=16, hidden=160),
+        "125m": _llama(12, 768, 32768, heads=12, key_heads=4, head_size=64, hidden=3072),
+        "1.3b": _llama(24, 2048, 128256, heads=16, key_heads=8, head_size=128, hidden=5504),
+    },
+    "hybrid": {
+        "tiny": _hybrid(4, 64, BYTES, heads=4, key_heads=2, head_size=16, linear_heads=4, hidden=160),
+        "125m": _hybrid(12, 768, 32768, heads=6, key_heads=2, head_size=128, linear_heads=8, hidden=2048),
+        "1.3b": _hybrid(24, 2048, 128256, heads=16, key_heads=4, head_size=128, linear_heads=32, hidden=3072),
+    },
+    "mamba2": {
+        "tiny": _mamba2(2, 64, BYTES, head_size=32, state_size=16),
+        "125m": _mamba2(24, 768, 32768, head_size=64, state_size=128),
+        "1.3b": _mamba2(48, 2048, 128256, head_size=64, state_size=128),
+    },
+    "moe": {
+        "tiny": _llama(2, 64, BYTES, heads=4, key_heads=2, head_size=16, hidden=64, experts=4, experts_per_token=2),
+        "125m": _llama(12, 768, 32768, heads=12, key_heads=4, head_size=64, hidden=512, experts=8, experts_per_token=2),
+        "1.3b": _llama(12, 2048, 128256, heads=16, key_heads=8, head_size=128, hidden=768, experts=16, experts_per_token=4),
     },
 }
+"""Models by name and size. The sizes count all parameters, of a mixture those of every expert."""
 
 DEFAULTS: dict[str, dict[str, float]] = {
     "tiny": {},

@@ -21,6 +21,12 @@ def rope(query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array) -> tu
     return ejkernel.llama_rope(query, key, cos, sin)
 
 
+def qk_norm_rope(
+    query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array, query_scale: jax.Array, key_scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return ejkernel.fused_qk_norm_rope(query, key, cos, sin, query_scale, key_scale, epsilon=EPSILON)
+
+
 def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return ejkernel.flash_attention(query, key, value, causal=True)
 
@@ -28,3 +34,26 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 def cross_entropy(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
     # from logits: on a GPU faster than with the head, which saves their memory instead
     return ejkernel.fused_cross_entropy(jnp.einsum("btd,vd->btv", hidden, head), labels).loss
+
+
+def causal_conv1d(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return ejkernel.causal_conv1d(x, weight, activation="silu")
+
+
+def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array, *, norm_before_gate: bool) -> jax.Array:
+    return ejkernel.gated_rms_norm(x, gate, scale, norm_before_gate=norm_before_gate, epsilon=EPSILON)
+
+
+def gated_delta_rule(query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, decay: jax.Array) -> jax.Array:
+    return ejkernel.gated_delta_rule(query, key, value, beta, decay=decay)
+
+
+def state_space(
+    x: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array, dt: jax.Array, dt_bias: jax.Array
+) -> jax.Array:
+    out, _, _ = ejkernel.state_space_v2(x, A, B, C, D, dt, dt_bias=dt_bias, dt_softplus=True)
+    return out.reshape(x.shape)
+
+
+def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+    return ejkernel.grouped_matmul(rows, matrices, sizes)

@@ -64,10 +64,15 @@ class Attention(eqx.Module):
         self.output = Linear(keys[3], inner, config.width)
         self.config = config
 
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries `[B, T, H, D]`, keys and values `[B, T, K, D]`."""
+        shared = self.config.key_heads
+        return heads(self.query(x), self.config.heads), heads(self.key(x), shared), heads(self.value(x), shared)
+
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        query, key = heads(self.query(x), self.config.heads), heads(self.key(x), self.config.key_heads)
+        query, key, value = self.project(x)
         query, key = context.operations.rope(query, key, context.cos, context.sin)
-        attended = context.operations.attention(query, key, heads(self.value(x), self.config.key_heads))
+        attended = context.operations.attention(query, key, value)
         return self.output(attended.reshape(*x.shape[:2], -1))
 
 
@@ -89,7 +94,160 @@ class SwiGLU(eqx.Module):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x)), jnp.zeros(())
 
 
-MIXERS: dict[str, Callable[[ModelConfig, jax.Array], Any]] = {"attention": Attention}
+class Experts(eqx.Module):
+    """A mixture of SwiGLU experts: each token goes to its `experts_per_token` likeliest.
+
+    Tokens are sorted by expert, so that every expert multiplies consecutive rows.
+    """
+
+    router: Linear
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+    config: ModelConfig = eqx.field(static=True)
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        keys = jax.random.split(key, 4)
+        experts, width, hidden = config.experts, config.width, config.hidden
+        self.router = Linear(keys[0], width, experts)
+        self.gate = matrix(keys[1], width, experts, width, hidden)
+        self.up = matrix(keys[2], width, experts, width, hidden)
+        self.down = matrix(keys[3], hidden, experts, hidden, width)
+        self.config = config
+
+    def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+        """The result, and the loss of balance: smallest where every expert gets as many tokens (Fedus et al., 2021)."""
+        experts, chosen = self.config.experts, self.config.experts_per_token
+        rows = x.reshape(-1, x.shape[-1])
+        probabilities = jax.nn.softmax(self.router(rows).astype(jnp.float32), axis=-1)  # [B T, E]
+        weights, expert = jax.lax.top_k(probabilities, chosen)
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        order = jnp.argsort(expert.reshape(-1))
+        sizes = jnp.bincount(expert.reshape(-1), length=experts)
+
+        multiply = context.operations.grouped_matmul
+        sorted_rows = jnp.repeat(rows, chosen, axis=0).at[order].get(unique_indices=True)
+        hidden = jax.nn.silu(multiply(sorted_rows, self.gate, sizes)) * multiply(sorted_rows, self.up, sizes)
+        out = multiply(hidden, self.down, sizes).at[jnp.argsort(order)].get(unique_indices=True)
+        out = jnp.einsum("nkd,nk->nd", out.reshape(-1, chosen, x.shape[-1]), weights.astype(x.dtype))
+
+        share = sizes / order.size
+        return out.reshape(x.shape), self.config.balance * experts * jnp.sum(share * jnp.mean(probabilities, axis=0))
+
+
+class GatedAttention(eqx.Module):
+    """Attention whose heads are normed before they are turned, and whose result has a gate, as in Qwen3-Next."""
+
+    attention: Attention
+    gate: Linear
+    query_scale: jax.Array
+    key_scale: jax.Array
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        first, second = jax.random.split(key)
+        self.attention = Attention(config, first)
+        self.gate = Linear(second, config.width, config.heads * config.head_size)
+        self.query_scale, self.key_scale = jnp.ones((2, config.head_size))
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        query, key, value = self.attention.project(x)
+        scales = self.query_scale, self.key_scale
+        query, key = context.operations.qk_norm_rope(query, key, context.cos, context.sin, *scales)
+        attended = context.operations.attention(query, key, value).reshape(*x.shape[:2], -1)
+        return self.attention.output(attended * jax.nn.sigmoid(self.gate(x)))
+
+
+class DeltaRule(eqx.Module):
+    """The gated delta net of Qwen3-Next: a short convolution, the gated delta rule, and a gated norm of every head."""
+
+    mixed: Linear  # queries, keys and values, which share a convolution
+    filters: jax.Array
+    gate: Linear
+    beta: Linear
+    decay: Linear
+    log_rate: jax.Array
+    bias: jax.Array
+    norm: jax.Array
+    output: Linear
+    config: ModelConfig = eqx.field(static=True)
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        keys = jax.random.split(key, 7)
+        inner, shared = (number * config.linear_head_size for number in (config.linear_heads, config.linear_key_heads))
+        self.mixed = Linear(keys[0], config.width, inner + 2 * shared)
+        self.filters = matrix(keys[1], config.filter, inner + 2 * shared, config.filter)
+        self.gate = Linear(keys[2], config.width, inner)
+        self.beta = Linear(keys[3], config.width, config.linear_heads)
+        self.decay = Linear(keys[4], config.width, config.linear_heads)
+        self.log_rate, self.bias = decays(keys[5], config.linear_heads)
+        self.norm = jnp.ones(config.linear_head_size)
+        self.output = Linear(keys[6], inner, config.width)
+        self.config = config
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        number, shared = self.config.linear_heads, self.config.linear_key_heads
+        mixed = context.operations.causal_conv1d(self.mixed(x), self.filters)
+        size = shared * self.config.linear_head_size
+        query, key, value = heads(mixed[..., :size], shared), heads(mixed[..., size : 2 * size], shared), mixed[..., 2 * size :]
+        beta = jax.nn.sigmoid(self.beta(x).astype(jnp.float32))
+        decay = -jnp.exp(self.log_rate) * jax.nn.softplus(self.decay(x).astype(jnp.float32) + self.bias)
+        out = context.operations.gated_delta_rule(query, key, heads(value, number), beta, decay)
+        out = context.operations.gated_rms_norm(out, heads(self.gate(x), number), self.norm, norm_before_gate=True)
+        return self.output(out.reshape(*x.shape[:2], -1))
+
+
+class StateSpace(eqx.Module):
+    """The layer of Mamba-2: a short convolution, the state space with scalar decays, and a gated norm."""
+
+    mixed: Linear  # x, B and C, which share a convolution
+    filters: jax.Array
+    gate: Linear
+    step: Linear
+    log_rate: jax.Array
+    bias: jax.Array
+    skip: jax.Array
+    norm: jax.Array
+    output: Linear
+    config: ModelConfig = eqx.field(static=True)
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        keys = jax.random.split(key, 6)
+        inner = config.linear_heads * config.linear_head_size
+        channels = inner + 2 * config.groups * config.state_size
+        self.mixed = Linear(keys[0], config.width, channels)
+        self.filters = matrix(keys[1], config.filter, channels, config.filter)
+        self.gate = Linear(keys[2], config.width, inner)
+        self.step = Linear(keys[3], config.width, config.linear_heads)
+        self.log_rate, self.bias = decays(keys[4], config.linear_heads)
+        self.skip = jnp.ones(config.linear_heads)
+        self.norm = jnp.ones(inner)
+        self.output = Linear(keys[5], inner, config.width)
+        self.config = config
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        groups, size = self.config.groups, self.config.groups * self.config.state_size
+        mixed = context.operations.causal_conv1d(self.mixed(x), self.filters)
+        B, C = heads(mixed[..., -2 * size : -size], groups), heads(mixed[..., -size:], groups)
+        inputs = heads(mixed[..., : -2 * size], self.config.linear_heads)
+        rates = -jnp.exp(self.log_rate)
+        out = context.operations.state_space(inputs, rates, B, C, self.skip, self.step(x), self.bias)
+        out = out.reshape(*x.shape[:2], -1)
+        return self.output(context.operations.gated_rms_norm(out, self.gate(x), self.norm, norm_before_gate=False))
+
+
+def decays(key: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+    """Logarithms of rates between 1 and 16, and biases whose softplus is a step between 0.001 and 0.1."""
+    first, second = jax.random.split(key)
+    steps = jnp.exp(jax.random.uniform(second, (number,), minval=jnp.log(0.001), maxval=jnp.log(0.1)))
+    return jnp.log(jax.random.uniform(first, (number,), minval=1.0, maxval=16.0)), steps + jnp.log(-jnp.expm1(-steps))
+
+
+MIXERS: dict[str, Callable[[ModelConfig, jax.Array], Any]] = {
+    "attention": Attention,
+    "gated_attention": GatedAttention,
+    "delta_rule": DeltaRule,
+    "state_space": StateSpace,
+}
 
 
 class Block(eqx.Module):
@@ -105,7 +263,7 @@ class Block(eqx.Module):
         self.mixer_norm = jnp.ones(config.width)
         self.mixer = MIXERS[mixer](config, first)
         self.feed_forward_norm = jnp.ones(config.width) if config.hidden else None
-        self.feed_forward = SwiGLU(config, second) if config.hidden else None
+        self.feed_forward = (Experts if config.experts else SwiGLU)(config, second) if config.hidden else None
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         """The stream `[B, T, d]` after this block, and its loss of balance."""

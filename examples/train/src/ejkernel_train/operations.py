@@ -15,7 +15,13 @@ class Operations(NamedTuple):
     rms_norm: Callable[..., Any]
     add_rms_norm: Callable[..., Any]
     rope: Callable[..., Any]
+    qk_norm_rope: Callable[..., Any]
     cross_entropy: Callable[..., Any]
+    causal_conv1d: Callable[..., Any]
+    gated_rms_norm: Callable[..., Any]
+    gated_delta_rule: Callable[..., Any]
+    state_space: Callable[..., Any]
+    grouped_matmul: Callable[..., Any]
 
 
 def choose(kernels: str, in_plain_jax: Sequence[str] = ()) -> Operations:
