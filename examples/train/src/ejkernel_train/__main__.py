@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ejkernel_train import data, report
+from ejkernel_train.checkpoint import Checkpoints
 from ejkernel_train.config import DEFAULTS, MODELS, TrainConfig
 from ejkernel_train.operations import Operations
 
@@ -32,7 +34,10 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", choices=["bfloat16", "float32"], help="of products and activations")
     add("--remat", choices=["none", "dots", "full"], help="what the backward computes again")
     add("--layers", choices=["scan", "unroll"], help="compile one repeat of the blocks, or all")
+    add("--mesh", help='devices of each axis, as "data=2,fsdp=2,tensor=2"')
     add("--text", type=Path, nargs="+", default=(), metavar="FILE", help="what to learn; default: the help texts of Python")
+    add("--checkpoints", type=Path, metavar="FOLDER", help="save the run there, and go on from what is there")
+    add("--save-every", type=int, default=100, metavar="STEPS")
     add("--peak", type=float, help="operations per second that the share is of; default: dense bfloat16 of the device")
     add("--out", type=Path, help="write the record as JSON")
     return found
@@ -66,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         configs, tokens = configure(arguments), data.load(arguments.text)
-        record = report.run(configs, tokens, peak=arguments.peak, progress=_progress(configs[0].steps))
+        with Checkpoints(arguments.checkpoints) if arguments.checkpoints else contextlib.nullcontext() as checkpoints:
+            saving = {"checkpoints": checkpoints, "save_every": arguments.save_every}
+            record = report.run(configs, tokens, peak=arguments.peak, progress=_progress(configs[0].steps), **saving)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

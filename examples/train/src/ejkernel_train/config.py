@@ -63,6 +63,7 @@ class TrainConfig:
         batch, length: sequences of a step, and tokens of each.
         dtype: of products and activations; parameters and moments are float32.
         remat: what the backward computes again: nothing ("none"), all but products of weights ("dots"), whole blocks ("full").
+        mesh: axes and their devices, "data=2,fsdp=2,tensor=2"; "" for one device. See `sharding.py`.
         layers: "scan" compiles one repeat of the pattern, "unroll" all of them.
     """
 
@@ -81,14 +82,15 @@ class TrainConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     remat: Literal["none", "dots", "full"] = "none"
     layers: Literal["scan", "unroll"] = "scan"
+    mesh: str = ""
 
     @property
     def sizes(self) -> ModelConfig:
         return MODELS[self.model][self.size]
 
 
-BYTES = 257
-"""The vocabulary of tiny models: bytes, and the mark before a document."""
+BYTES = 264
+"""The vocabulary of tiny models: bytes, the mark before a document, and up to a multiple of 8, so that devices can share it."""
 
 
 def _llama(layers: int, width: int, vocabulary: int, **sizes: int) -> ModelConfig:

@@ -15,12 +15,14 @@ import jax.numpy as jnp
 
 from ejkernel_train.config import ModelConfig
 from ejkernel_train.operations import Operations
+from ejkernel_train.sharding import Layout
 
 
 class Context(NamedTuple):
-    """What all blocks share: the operations, and cosine and sine of every position `[T, D / 2]`."""
+    """What all blocks share: the operations, the mesh, and cosine and sine of every position `[T, D / 2]`."""
 
     operations: Operations
+    layout: Layout
     cos: jax.Array
     sin: jax.Array
 
@@ -282,6 +284,9 @@ REMAT: dict[str, Callable[..., Any]] = {
 }
 
 
+NO_MESH = Layout()
+
+
 class Model(eqx.Module):
     """Embedding, blocks, norm, and the embedding again as head.
 
@@ -305,29 +310,33 @@ class Model(eqx.Module):
         self.norm = jnp.ones(config.width)
         self.config = config
 
-    def hidden(
-        self, tokens: jax.Array, operations: Operations, dtype: str, remat: str = "none", unroll: bool = False
-    ) -> tuple[jax.Array, jax.Array]:
-        """States that the head reads: tokens `[B, T]` -> `[B, T, d]`; and the sum of the blocks' losses of balance."""
-        context = Context(operations, *rotary(tokens.shape[1], self.config.head_size))
+    def loss(
+        self,
+        window: jax.Array,
+        operations: Operations,
+        dtype: str,
+        layout: Layout = NO_MESH,
+        remat: str = "none",
+        unroll: bool = False,
+    ) -> jax.Array:
+        """Mean cross entropy in nats per token over windows `[B, T + 1]`, and the blocks' losses of balance."""
+        tokens, labels = window[:, :-1], window[:, 1:]
+        context = Context(operations, layout, *rotary(tokens.shape[1], self.config.head_size))
+        embedding = layout.gathered_embedding(self.embedding)
 
         def repeat(carry: tuple[jax.Array, jax.Array], blocks: tuple[Block, ...]) -> tuple[tuple[jax.Array, jax.Array], None]:
             x, total = carry
-            for block in blocks:
+            for block in layout.gathered(blocks):
                 x, imbalance = block(x, context)
-                total += imbalance
+                x, total = layout.stream(x), total + imbalance
             return (x, total), None
 
-        start = self.embedding[tokens].astype(dtype), jnp.zeros(())
+        # from the float32 embedding, so that gradients of a token that comes often are summed in float32
+        start = layout.stream(embedding[tokens].astype(dtype)), jnp.zeros(())
         unrolled = self.config.repeats if unroll else 1
-        (x, total), _ = jax.lax.scan(REMAT[remat](repeat), start, compute_copy(self.blocks, dtype), unroll=unrolled)
-        return operations.rms_norm(x, self.norm), total
-
-    def loss(self, window: jax.Array, operations: Operations, dtype: str, **options: Any) -> jax.Array:
-        """Mean cross entropy in nats per token over windows `[B, T + 1]`, with the losses of balance."""
-        hidden, imbalance = self.hidden(window[:, :-1], operations, dtype, **options)
-        # the lookup's gradient is summed in float32, so only the head's copy of the embedding is narrow
-        return operations.cross_entropy(hidden, self.embedding.astype(dtype), window[:, 1:]) + imbalance
+        (x, imbalance), _ = jax.lax.scan(REMAT[remat](repeat), start, compute_copy(self.blocks, dtype), unroll=unrolled)
+        logits = jnp.einsum("btd,vd->btv", operations.rms_norm(x, self.norm), embedding.astype(dtype))
+        return operations.cross_entropy(layout.logits(logits), labels, layout.mesh) + imbalance
 
 
 def compute_copy(blocks: tuple[Block, ...], dtype: str) -> tuple[Block, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 EPSILON = 1e-6
 FLOAT32 = jnp.float32
@@ -54,8 +55,8 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn" if cudnn else "xla")
 
 
-def cross_entropy(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean over tokens of `hidden [B, T, d]`, `head [V, d]`, `labels [B, T]`."""
+def cross_entropy(logits: jax.Array, labels: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """The mean over tokens of `logits [B, T, V]`, `labels [B, T]`; what is on a mesh lies there as `sharding.py` says."""
 
     @jax.checkpoint  # the backward reads the logits again instead of float32 weights, twice their size
     def mean(logits: jax.Array) -> jax.Array:
@@ -63,7 +64,7 @@ def cross_entropy(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.
         chosen = jax.lax.broadcasted_iota(jnp.int32, wide.shape, 2) == labels[..., None]  # fuses, unlike a gather's gradient
         return jnp.mean(jax.nn.logsumexp(wide, axis=-1) - jnp.sum(jnp.where(chosen, wide, 0), axis=-1))
 
-    return mean(jnp.einsum("btd,vd->btv", hidden, head))
+    return mean(logits)
 
 
 def causal_conv1d(x: jax.Array, weight: jax.Array) -> jax.Array:

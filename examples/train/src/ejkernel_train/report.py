@@ -8,13 +8,15 @@ import platform
 import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from ejkernel_train import cost, data
+from ejkernel_train.checkpoint import Checkpoints
 from ejkernel_train.config import TrainConfig
 from ejkernel_train.step import State, compile_step, initialise
 
@@ -29,6 +31,8 @@ PACKAGES = (
     "jaxlib",
     "optax",
 )
+_COLLECTIVE = re.compile(r" = (.*) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _STAMP = re.compile(r"ejkernel\.(\w+)(?:\.(backward))?\[([\w.\-]+)\]")
 
 
@@ -43,11 +47,14 @@ class Build:
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.compiled = compile_step(config)
-        self.state: State = jax.jit(lambda: initialise(config))()
+        shardings, self._batch = self.compiled.shardings
+        self.state: State = jax.jit(lambda: initialise(config), out_shardings=shardings)()
         self.losses: list[float] = []
         self.seconds: list[float] = []
 
-    def advance(self, window: np.ndarray) -> None:
+    def advance(self, window: Any) -> None:
+        if self._batch is not None:
+            window = jax.device_put(window, self._batch)
         start = time.perf_counter()
         self.state, loss = jax.block_until_ready(self.compiled.program(self.state, window))
         self.seconds.append(time.perf_counter() - start)
@@ -71,6 +78,7 @@ class Build:
             "share_of_peak": operations / seconds / peak if peak else None,
             "program_bytes": program_bytes(compiled.program),
             "implementations": implementations(compiled.program),
+            "collectives": dict(Counter(found.kind for found in collectives(compiled.program))),
             "losses": self.losses,
         }
 
@@ -82,6 +90,8 @@ def run(
     peak: float | None = None,
     skip: int = 3,
     progress: Callable[[int, Sequence[float]], None] = lambda step, losses: None,
+    checkpoints: Checkpoints | None = None,
+    save_every: int = 100,
 ) -> dict[str, Any]:
     """Train all configs on the same batches, a step of each in turns, and return one record.
 
@@ -91,14 +101,28 @@ def run(
         peak: operations per second that the share is of; None for the device's, where it is known.
         skip: how many steps come before those that are timed.
         progress: called after each step with its number and the losses.
+        checkpoints: where a single config goes on from, and where it is saved.
+        save_every: steps between checkpoints; the last step is saved too.
+
+    Raises:
+        ValueError: several configs with checkpoints; a checkpoint of all steps.
     """
+    if checkpoints and len(configs) > 1:
+        raise ValueError("checkpoints are of one build; leave out either --checkpoints or --compare")
     peak = peak or cost.peak_rate()
     builds = [Build(config) for config in configs]
     first = configs[0]
-    for step in range(first.steps):
+    if checkpoints:
+        builds[0].state = checkpoints.restore(builds[0].state)
+    start = int(builds[0].state.step)
+    if start >= first.steps:
+        raise ValueError(f"the checkpoint has {start} steps already; ask for more with --steps, or for another folder")
+    for step in range(start, first.steps):
         window = data.batch(tokens, first.seed, step, first.batch, first.length)
         for build in builds[:: -1 if step % 2 else 1]:  # the order changes, so that none always follows the other
             build.advance(window)
+        if checkpoints and ((step + 1) % save_every == 0 or step + 1 == first.steps):
+            checkpoints.save(step + 1, builds[0].state)
         progress(step + 1, [build.losses[-1] for build in builds])
     device = jax.devices()[0]
     return {
@@ -106,11 +130,12 @@ def run(
         "sizes": dataclasses.asdict(first.sizes),
         "parameters": cost.parameters(builds[0].state.model),
         "device": device.device_kind,
-        "devices": jax.device_count(),
+        "devices": len(builds[0].state.step.sharding.device_set),
+        "first_step": start + 1,
         "peak_operations_per_second": peak,
         "process_peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
         "versions": versions(),
-        "builds": [build.record(peak, min(skip, first.steps - 1)) for build in builds],
+        "builds": [build.record(peak, min(skip, first.steps - start - 1)) for build in builds],
     }
 
 
@@ -127,6 +152,22 @@ def implementations(program: jax.stages.Compiled) -> list[str]:
     """Which code ran each call of ejkernel, from the names in the program: `flash_attention forward triton`."""
     found = _STAMP.findall(program.as_text() or "")
     return sorted({f"{operation} {phase or 'forward'} {name}" for operation, phase, name in found})
+
+
+class Collective(NamedTuple):
+    """One instruction of a program: its kind ("all-gather"), and dtype and shape of its results on each device."""
+
+    kind: str
+    results: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def collectives(program: jax.stages.Compiled) -> list[Collective]:
+    """Those in the program's text, where the body of a loop stands once."""
+
+    def results(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return tuple((dtype, tuple(map(int, shape.split(",") if shape else ()))) for dtype, shape in _ARRAY.findall(text))
+
+    return [Collective(kind, results(text)) for text, kind in _COLLECTIVE.findall(program.as_text() or "")]
 
 
 def versions() -> dict[str, str]:

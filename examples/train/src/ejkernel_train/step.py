@@ -14,6 +14,7 @@ import optax
 from ejkernel_train.config import TrainConfig
 from ejkernel_train.model import Model
 from ejkernel_train.operations import choose
+from ejkernel_train.sharding import Layout
 
 
 class State(NamedTuple):
@@ -46,10 +47,11 @@ def initialise(config: TrainConfig) -> State:
 
 def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[State, jax.Array]:
     """One update on windows `[B, T + 1]`; returns the loss before it."""
-    operations = choose(config.kernels, config.plain)
+    operations, layout = choose(config.kernels, config.plain), Layout.parse(config.mesh)
 
     def loss(model: Model) -> jax.Array:
-        return model.loss(window, operations, config.dtype, remat=config.remat, unroll=config.layers == "unroll")
+        options = {"remat": config.remat, "unroll": config.layers == "unroll"}
+        return model.loss(window, operations, config.dtype, layout, **options)
 
     value, gradients = jax.value_and_grad(loss)(state.model)
     updates, moments = optimizer(config).update(gradients, state.moments, state.model)
@@ -57,9 +59,10 @@ def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[St
 
 
 class Compiled(NamedTuple):
-    """The step's program, and the seconds that each stage took to make it."""
+    """The step's program, how its arguments lie on devices, and the seconds that each stage took to make it."""
 
     program: jax.stages.Compiled
+    shardings: Any
     trace_seconds: float
     lower_seconds: float
     compile_seconds: float
@@ -67,9 +70,15 @@ class Compiled(NamedTuple):
 
 def compile_step(config: TrainConfig) -> Compiled:
     """Trace, lower and compile the step without running anything."""
-    state = jax.eval_shape(lambda: initialise(config))
+    state, layout = jax.eval_shape(lambda: initialise(config)), Layout.parse(config.mesh)
     window = jax.ShapeDtypeStruct((config.batch, config.length + 1), jnp.int32)
-    step = jax.jit(lambda state, window: train_step(config, state, window), donate_argnums=0)
+    shardings, batch = layout.shardings(state), layout.batch()
+    step = jax.jit(
+        lambda state, window: train_step(config, state, window),
+        donate_argnums=0,
+        in_shardings=(shardings, batch),
+        out_shardings=(shardings, None),
+    )
     clock = [time.perf_counter()]
     traced = step.trace(state, window)
     clock.append(time.perf_counter())
@@ -77,4 +86,4 @@ def compile_step(config: TrainConfig) -> Compiled:
     clock.append(time.perf_counter())
     program = lowered.compile()
     clock.append(time.perf_counter())
-    return Compiled(program, *(after - before for before, after in itertools.pairwise(clock)))
+    return Compiled(program, (shardings, batch), *(after - before for before, after in itertools.pairwise(clock)))
