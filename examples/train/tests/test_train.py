@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ejkernel_train import __main__ as command
-from ejkernel_train import cost, data, report
+from ejkernel_train import cost, data, float8, plain, report
 from ejkernel_train.checkpoint import Checkpoints
 from ejkernel_train.config import DEFAULTS, MODELS, TrainConfig
 from ejkernel_train.step import initialise
@@ -94,6 +94,38 @@ def test_what_is_computed_again_changes_nothing(options: dict[str, Any]):
 def test_bfloat16_learns_alike():
     losses = report.run([dataclasses.replace(TINY, dtype="bfloat16")], text())["builds"][0]["losses"]
     np.testing.assert_allclose(losses, compared("llama")["builds"][0]["losses"], atol=0.02)
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize("kernels", ["ejkernel", "plain"])
+def test_float8_learns_alike(kernels: str):
+    config = dataclasses.replace(TINY, dtype="bfloat16", float8=True, kernels=kernels)
+    build, losses = report.Build(config), compared("llama")["builds"][0]["losses"]
+    for step in range(config.steps):
+        build.advance(data.batch(text(), config.seed, step, config.batch, config.length))
+    np.testing.assert_allclose(build.losses, losses, atol=0.03)
+    assert build.losses != pytest.approx(losses, abs=1e-4)
+    gate = build.state.model.blocks[0].feed_forward.gate
+    largest = jnp.max(jnp.abs(gate.weight), axis=(1, 2))  # of each block, after the last step
+    np.testing.assert_allclose(gate.scales[:, 1], largest / 448, rtol=0.05)
+    assert jnp.all(gate.scales[:, 0] < 8 / 448) and jnp.all(gate.scales > 0)
+    assert build.state.moments[1][0].mu.blocks[0].feed_forward.gate.scales is None
+
+
+def test_scales_follow_the_largest_values():
+    """The forward uses the scales given; the backward hands out what is largest in this step."""
+    x, weight = jax.random.normal(jax.random.key(0), (32, 16)), jax.random.normal(jax.random.key(1), (16, 48))
+    scales = jnp.array([5 / 448, 5 / 448, 5 / 57344])
+    out, pull = jax.vjp(lambda *arrays: float8.linear(plain.scaled_matmul, *arrays), x, weight, scales)
+    cotangent = jax.random.normal(jax.random.key(2), out.shape)
+    d_x, d_weight, largest = pull(cotangent)
+    exact = (x @ weight, cotangent @ weight.T, x.T @ cotangent)
+    for found, wanted in zip((out, d_x, d_weight), exact, strict=True):
+        error = jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted)
+        assert 1e-3 < error < 0.08  # of three bits of mantissa, two in cotangents
+    np.testing.assert_allclose(largest, [jnp.max(jnp.abs(each)) for each in (x, weight, cotangent)])
+    following = float8.next_scales(scales, largest)
+    np.testing.assert_allclose(following, np.maximum(0.9 * scales, largest / np.array(float8.MOST)))
 
 
 def test_resuming_is_exact(tmp_path: Path):

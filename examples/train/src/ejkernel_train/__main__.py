@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     add("--learning-rate", type=float)
     add("--warmup", type=int)
     add("--dtype", choices=["bfloat16", "float32"], help="of products and activations")
+    add("--float8", "--fp8", action="store_true", help="large linear layers multiply in float8 with delayed scales")
     add("--remat", choices=["none", "dots", "full"], help="what the backward computes again")
     add("--layers", choices=["scan", "unroll"], help="compile one repeat of the blocks, or all")
     add("--mesh", help='devices of each axis, as "data=2,fsdp=2,tensor=2"')
@@ -72,8 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         configs, tokens = configure(arguments), data.load(arguments.text)
         with Checkpoints(arguments.checkpoints) if arguments.checkpoints else contextlib.nullcontext() as checkpoints:
-            saving = {"checkpoints": checkpoints, "save_every": arguments.save_every}
-            record = report.run(configs, tokens, peak=arguments.peak, progress=_progress(configs[0].steps), **saving)
+            record = report.run(
+                configs,
+                tokens,
+                peak=arguments.peak,
+                progress=_progress(configs[0].steps),
+                checkpoints=checkpoints,
+                save_every=arguments.save_every,
+            )
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

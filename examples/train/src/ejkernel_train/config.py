@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 Mixer = Literal["attention", "gated_attention", "delta_rule", "state_space"]
 
@@ -23,6 +23,7 @@ class ModelConfig:
         linear_heads, linear_key_heads, linear_head_size: of the delta rule; the state space has `linear_heads` of this size.
         state_size, groups: of the state space: channels of B and C, and heads of B and C.
         filter: tokens that the short causal convolution sees.
+        float8: large linear layers multiply in float8 with delayed scales.
     """
 
     pattern: tuple[Mixer, ...]
@@ -42,6 +43,7 @@ class ModelConfig:
     state_size: int = 0
     groups: int = 1
     filter: int = 4
+    float8: bool = False
 
     def __post_init__(self) -> None:
         if self.layers % len(self.pattern):
@@ -62,6 +64,7 @@ class TrainConfig:
         plain: operations that stay in plain JAX with kernels="ejkernel".
         batch, length: sequences of a step, and tokens of each.
         dtype: of products and activations; parameters and moments are float32.
+        float8: large linear layers multiply in float8 with delayed scales.
         remat: what the backward computes again: nothing ("none"), all but products of weights ("dots"), whole blocks ("full").
         mesh: axes and their devices, "data=2,fsdp=2,tensor=2"; "" for one device. See `sharding.py`.
         layers: "scan" compiles one repeat of the pattern, "unroll" all of them.
@@ -80,24 +83,25 @@ class TrainConfig:
     weight_decay: float = 0.1
     clip: float = 1.0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    float8: bool = False
     remat: Literal["none", "dots", "full"] = "none"
     layers: Literal["scan", "unroll"] = "scan"
     mesh: str = ""
 
     @property
     def sizes(self) -> ModelConfig:
-        return MODELS[self.model][self.size]
+        return dataclasses.replace(MODELS[self.model][self.size], float8=self.float8)
 
 
 BYTES = 264
 """The vocabulary of tiny models: bytes, the mark before a document, and up to a multiple of 8, so that devices can share it."""
 
 
-def _llama(layers: int, width: int, vocabulary: int, **sizes: int) -> ModelConfig:
+def _llama(layers: int, width: int, vocabulary: int, **sizes: Any) -> ModelConfig:
     return ModelConfig(("attention",), layers, width, vocabulary, **sizes)
 
 
-def _hybrid(layers: int, width: int, vocabulary: int, *, head_size: int, linear_heads: int, **sizes: int) -> ModelConfig:
+def _hybrid(layers: int, width: int, vocabulary: int, *, head_size: int, linear_heads: int, **sizes: Any) -> ModelConfig:
     """As Qwen3-Next: three layers of the gated delta rule to one of gated attention; two value heads to a key head."""
     linear = {"linear_heads": linear_heads, "linear_key_heads": linear_heads // 2, "linear_head_size": head_size}
     pattern: tuple[Mixer, ...] = ("delta_rule", "delta_rule", "delta_rule", "gated_attention")
@@ -106,7 +110,7 @@ def _hybrid(layers: int, width: int, vocabulary: int, *, head_size: int, linear_
 
 def _mamba2(layers: int, width: int, vocabulary: int, *, head_size: int, state_size: int) -> ModelConfig:
     """Heads of twice the width together, and no feed-forward layers."""
-    linear = {"linear_heads": 2 * width // head_size, "linear_head_size": head_size, "state_size": state_size}
+    linear: dict[str, Any] = {"linear_heads": 2 * width // head_size, "linear_head_size": head_size, "state_size": state_size}
     return ModelConfig(("state_space",), layers, width, vocabulary, **linear)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -62,3 +64,7 @@ def state_space(
 
 def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
     return ejkernel.grouped_matmul(rows, matrices, sizes)
+
+
+def scaled_matmul(lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, *, dtype: Any) -> jax.Array:
+    return ejkernel.scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, precision="default", out_dtype=dtype)

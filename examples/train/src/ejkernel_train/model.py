@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_train.config import ModelConfig
+from ejkernel_train.float8 import initial_scales, linear
 from ejkernel_train.operations import Operations
 from ejkernel_train.sharding import Layout
 
@@ -37,15 +38,20 @@ def heads(x: jax.Array, number: int) -> jax.Array:
 
 
 class Linear(eqx.Module):
-    """`x @ weight`, weight `[inputs, outputs]`."""
+    """`x @ weight`, weight `[inputs, outputs]`; in float8 where there are scales."""
 
     weight: jax.Array
+    scales: jax.Array | None
 
-    def __init__(self, key: jax.Array, inputs: int, outputs: int) -> None:
+    def __init__(self, key: jax.Array, inputs: int, outputs: int, float8: bool = False) -> None:
         self.weight = matrix(key, inputs, inputs, outputs)
+        self.scales = initial_scales(self.weight) if float8 else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x @ self.weight
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        if self.scales is None:
+            return x @ self.weight
+        rows: Any = linear(context.operations.scaled_matmul, x.reshape(-1, x.shape[-1]), self.weight, self.scales)
+        return rows.reshape(*x.shape[:-1], -1)
 
 
 class Attention(eqx.Module):
@@ -60,22 +66,22 @@ class Attention(eqx.Module):
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
         keys = jax.random.split(key, 4)
         inner, shared = config.heads * config.head_size, config.key_heads * config.head_size
-        self.query = Linear(keys[0], config.width, inner)
-        self.key = Linear(keys[1], config.width, shared)
-        self.value = Linear(keys[2], config.width, shared)
-        self.output = Linear(keys[3], inner, config.width)
+        self.query = Linear(keys[0], config.width, inner, config.float8)
+        self.key = Linear(keys[1], config.width, shared, config.float8)
+        self.value = Linear(keys[2], config.width, shared, config.float8)
+        self.output = Linear(keys[3], inner, config.width, config.float8)
         self.config = config
 
-    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries `[B, T, H, D]`, keys and values `[B, T, K, D]`."""
-        shared = self.config.key_heads
-        return heads(self.query(x), self.config.heads), heads(self.key(x), shared), heads(self.value(x), shared)
+        key, value = (heads(layer(x, context), self.config.key_heads) for layer in (self.key, self.value))
+        return heads(self.query(x, context), self.config.heads), key, value
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        query, key, value = self.project(x)
+        query, key, value = self.project(x, context)
         query, key = context.operations.rope(query, key, context.cos, context.sin)
         attended = context.operations.attention(query, key, value)
-        return self.output(attended.reshape(*x.shape[:2], -1))
+        return self.output(attended.reshape(*x.shape[:2], -1), context)
 
 
 class SwiGLU(eqx.Module):
@@ -87,13 +93,14 @@ class SwiGLU(eqx.Module):
 
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
         keys = jax.random.split(key, 3)
-        self.gate = Linear(keys[0], config.width, config.hidden)
-        self.up = Linear(keys[1], config.width, config.hidden)
-        self.down = Linear(keys[2], config.hidden, config.width)
+        self.gate = Linear(keys[0], config.width, config.hidden, config.float8)
+        self.up = Linear(keys[1], config.width, config.hidden, config.float8)
+        self.down = Linear(keys[2], config.hidden, config.width, config.float8)
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         """The result, and no loss of balance."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x)), jnp.zeros(())
+        hidden = jax.nn.silu(self.gate(x, context)) * self.up(x, context)
+        return self.down(hidden, context), jnp.zeros(())
 
 
 class Experts(eqx.Module):
@@ -121,7 +128,7 @@ class Experts(eqx.Module):
         """The result, and the loss of balance: smallest where every expert gets as many tokens (Fedus et al., 2021)."""
         experts, chosen = self.config.experts, self.config.experts_per_token
         rows = x.reshape(-1, x.shape[-1])
-        probabilities = jax.nn.softmax(self.router(rows).astype(jnp.float32), axis=-1)  # [B T, E]
+        probabilities = jax.nn.softmax(self.router(rows, context).astype(jnp.float32), axis=-1)  # [B T, E]
         weights, expert = jax.lax.top_k(probabilities, chosen)
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         order = jnp.argsort(expert.reshape(-1))
@@ -148,15 +155,15 @@ class GatedAttention(eqx.Module):
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
         first, second = jax.random.split(key)
         self.attention = Attention(config, first)
-        self.gate = Linear(second, config.width, config.heads * config.head_size)
+        self.gate = Linear(second, config.width, config.heads * config.head_size, config.float8)
         self.query_scale, self.key_scale = jnp.ones((2, config.head_size))
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        query, key, value = self.attention.project(x)
+        query, key, value = self.attention.project(x, context)
         scales = self.query_scale, self.key_scale
         query, key = context.operations.qk_norm_rope(query, key, context.cos, context.sin, *scales)
         attended = context.operations.attention(query, key, value).reshape(*x.shape[:2], -1)
-        return self.attention.output(attended * jax.nn.sigmoid(self.gate(x)))
+        return self.attention.output(attended * jax.nn.sigmoid(self.gate(x, context)), context)
 
 
 class DeltaRule(eqx.Module):
@@ -176,26 +183,26 @@ class DeltaRule(eqx.Module):
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
         keys = jax.random.split(key, 7)
         inner, shared = (number * config.linear_head_size for number in (config.linear_heads, config.linear_key_heads))
-        self.mixed = Linear(keys[0], config.width, inner + 2 * shared)
+        self.mixed = Linear(keys[0], config.width, inner + 2 * shared, config.float8)
         self.filters = matrix(keys[1], config.filter, inner + 2 * shared, config.filter)
-        self.gate = Linear(keys[2], config.width, inner)
+        self.gate = Linear(keys[2], config.width, inner, config.float8)
         self.beta = Linear(keys[3], config.width, config.linear_heads)
         self.decay = Linear(keys[4], config.width, config.linear_heads)
         self.log_rate, self.bias = decays(keys[5], config.linear_heads)
         self.norm = jnp.ones(config.linear_head_size)
-        self.output = Linear(keys[6], inner, config.width)
+        self.output = Linear(keys[6], inner, config.width, config.float8)
         self.config = config
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         number, shared = self.config.linear_heads, self.config.linear_key_heads
-        mixed = context.operations.causal_conv1d(self.mixed(x), self.filters)
+        mixed = context.operations.causal_conv1d(self.mixed(x, context), self.filters)
         size = shared * self.config.linear_head_size
         query, key, value = heads(mixed[..., :size], shared), heads(mixed[..., size : 2 * size], shared), mixed[..., 2 * size :]
-        beta = jax.nn.sigmoid(self.beta(x).astype(jnp.float32))
-        decay = -jnp.exp(self.log_rate) * jax.nn.softplus(self.decay(x).astype(jnp.float32) + self.bias)
+        beta = jax.nn.sigmoid(self.beta(x, context).astype(jnp.float32))
+        decay = -jnp.exp(self.log_rate) * jax.nn.softplus(self.decay(x, context).astype(jnp.float32) + self.bias)
         out = context.operations.gated_delta_rule(query, key, heads(value, number), beta, decay)
-        out = context.operations.gated_rms_norm(out, heads(self.gate(x), number), self.norm, norm_before_gate=True)
-        return self.output(out.reshape(*x.shape[:2], -1))
+        out = context.operations.gated_rms_norm(out, heads(self.gate(x, context), number), self.norm, norm_before_gate=True)
+        return self.output(out.reshape(*x.shape[:2], -1), context)
 
 
 class StateSpace(eqx.Module):
@@ -216,25 +223,25 @@ class StateSpace(eqx.Module):
         keys = jax.random.split(key, 6)
         inner = config.linear_heads * config.linear_head_size
         channels = inner + 2 * config.groups * config.state_size
-        self.mixed = Linear(keys[0], config.width, channels)
+        self.mixed = Linear(keys[0], config.width, channels, config.float8)
         self.filters = matrix(keys[1], config.filter, channels, config.filter)
-        self.gate = Linear(keys[2], config.width, inner)
+        self.gate = Linear(keys[2], config.width, inner, config.float8)
         self.step = Linear(keys[3], config.width, config.linear_heads)
         self.log_rate, self.bias = decays(keys[4], config.linear_heads)
         self.skip = jnp.ones(config.linear_heads)
         self.norm = jnp.ones(inner)
-        self.output = Linear(keys[5], inner, config.width)
+        self.output = Linear(keys[5], inner, config.width, config.float8)
         self.config = config
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         groups, size = self.config.groups, self.config.groups * self.config.state_size
-        mixed = context.operations.causal_conv1d(self.mixed(x), self.filters)
+        mixed = context.operations.causal_conv1d(self.mixed(x, context), self.filters)
         B, C = heads(mixed[..., -2 * size : -size], groups), heads(mixed[..., -size:], groups)
         inputs = heads(mixed[..., : -2 * size], self.config.linear_heads)
         rates = -jnp.exp(self.log_rate)
-        out = context.operations.state_space(inputs, rates, B, C, self.skip, self.step(x), self.bias)
-        out = out.reshape(*x.shape[:2], -1)
-        return self.output(context.operations.gated_rms_norm(out, self.gate(x), self.norm, norm_before_gate=False))
+        out = context.operations.state_space(inputs, rates, B, C, self.skip, self.step(x, context), self.bias)
+        gate, out = self.gate(x, context), out.reshape(*x.shape[:2], -1)
+        return self.output(context.operations.gated_rms_norm(out, gate, self.norm, norm_before_gate=False), context)
 
 
 def decays(key: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:

@@ -22,6 +22,7 @@ class Operations(NamedTuple):
     gated_delta_rule: Callable[..., Any]
     state_space: Callable[..., Any]
     grouped_matmul: Callable[..., Any]
+    scaled_matmul: Callable[..., Any]
 
 
 def choose(kernels: str, in_plain_jax: Sequence[str] = ()) -> Operations:

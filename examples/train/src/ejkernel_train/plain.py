@@ -159,6 +159,12 @@ def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> ja
     return jax.lax.ragged_dot(rows, matrices, sizes)
 
 
+def scaled_matmul(lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, *, dtype: Any) -> jax.Array:
+    """`lhs [M, K] @ rhs [K, N]`, both of float8, times one scale each."""
+    product = jnp.matmul(lhs, rhs, preferred_element_type=FLOAT32)
+    return (product * (lhs_scale * rhs_scale)).astype(dtype)
+
+
 def _products(dtype: Any) -> Callable[..., jax.Array]:
     """`einsum` of operands in `dtype`, with sums and result in float32."""
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from ejkernel_train.config import TrainConfig
+from ejkernel_train.float8 import next_scales
 from ejkernel_train.model import Model
 from ejkernel_train.operations import choose
 from ejkernel_train.sharding import Layout
@@ -35,14 +36,21 @@ def optimizer(config: TrainConfig) -> Any:  # optax.GradientTransformation, whos
     )
 
 
-def decayed(model: Model) -> Any:
+def decayed(weights: Model) -> Any:
     """True at the matrices of blocks, which are stacked and so have three axes or more."""
-    return jax.tree.map(lambda leaf: leaf.ndim > 2, model)
+    return jax.tree.map(lambda leaf: leaf.ndim > 2, weights)
+
+
+def split(model: Model) -> tuple[Model, Model]:
+    """The weights, which the optimizer updates, and the scales of float8, which it does not; None at the places of the others."""
+    is_scale = jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path).endswith(".scales"), model)
+    scales, weights = eqx.partition(model, is_scale)
+    return weights, scales
 
 
 def initialise(config: TrainConfig) -> State:
     model = Model(config.sizes, jax.random.key(config.seed))
-    return State(model, optimizer(config).init(model), jnp.zeros((), jnp.int32))
+    return State(model, optimizer(config).init(split(model)[0]), jnp.zeros((), jnp.int32))
 
 
 def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[State, jax.Array]:
@@ -50,12 +58,15 @@ def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[St
     operations, layout = choose(config.kernels, config.plain), Layout.parse(config.mesh)
 
     def loss(model: Model) -> jax.Array:
-        options = {"remat": config.remat, "unroll": config.layers == "unroll"}
-        return model.loss(window, operations, config.dtype, layout, **options)
+        unroll = config.layers == "unroll"
+        return model.loss(window, operations, config.dtype, layout, remat=config.remat, unroll=unroll)
 
     value, gradients = jax.value_and_grad(loss)(state.model)
-    updates, moments = optimizer(config).update(gradients, state.moments, state.model)
-    return State(eqx.apply_updates(state.model, updates), moments, state.step + 1), value
+    weights, scales = split(state.model)
+    gradients, largest = split(gradients)
+    updates, moments = optimizer(config).update(gradients, state.moments, weights)
+    model = eqx.combine(eqx.apply_updates(weights, updates), jax.tree.map(next_scales, scales, largest))
+    return State(model, moments, state.step + 1), value
 
 
 class Compiled(NamedTuple):
