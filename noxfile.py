@@ -406,6 +406,7 @@ def docs(session: nox.Session) -> None:
     python = main_environment(session)
     jax = session.run(str(python), "-c", "import jax; print(jax.__version__)", external=True, silent=True)
     session.run(*pip(python), "install", f"jax=={str(jax).strip()}", *FRAMEWORKS, external=True)
+    install_trainer(session, python)
     pytest(session, python, "-n", "2", "tests/docs", "ejkernel-xla/tests/test_frameworks.py")
 
 

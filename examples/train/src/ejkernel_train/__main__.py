@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from ejkernel_train import data, report
 from ejkernel_train.checkpoint import Checkpoints
 from ejkernel_train.config import DEFAULTS, MODELS, TrainConfig
@@ -36,10 +38,13 @@ def parser() -> argparse.ArgumentParser:
     add("--remat", choices=["none", "dots", "full"], help="what the backward computes again")
     add("--layers", choices=["scan", "unroll"], help="compile one repeat of the blocks, or all")
     add("--mesh", help='devices of each axis, as "data=2,fsdp=2,tensor=2"')
+    add("--coordinator", metavar="HOST:PORT", help="of a run of several processes, which all get the same command")
+    add("--processes", type=int, help="how many, with --coordinator; a cluster that JAX knows needs neither this nor --process")
+    add("--process", type=int, help="which one this is, from 0")
     add("--text", type=Path, nargs="+", default=(), metavar="FILE", help="what to learn; default: the help texts of Python")
     add("--checkpoints", type=Path, metavar="FOLDER", help="save the run there, and go on from what is there")
     add("--save-every", type=int, default=100, metavar="STEPS")
-    add("--peak", type=float, help="operations per second that the share is of; default: dense bfloat16 of the device")
+    add("--peak", type=float, help="operations per second of a device, which the share is of; default: its dense bfloat16")
     add("--out", type=Path, help="write the record as JSON")
     return found
 
@@ -62,7 +67,7 @@ def show(record: dict[str, Any]) -> None:
         stages = " + ".join(f"{build[f'{stage}_seconds']:.2f}" for stage in ("trace", "lower", "compile"))
         print(
             f"{build['kernels']:>8}: {build['tokens_per_second']:,.0f} tokens/s"
-            + (f", {share:.1%} of {record['peak_operations_per_second'] / 1e12:.0f} TFLOP/s" if share else "")
+            + (f", {share:.1%} of {record['peak_operations_per_second'] / 1e12:.0f} TFLOP/s each" if share else "")
             + f", {(build['program_bytes'] or 0) / 2**30:.2f} GiB; trace + lower + compile {stages} s; "
             f"loss {build['losses'][0]:.3f} -> {build['losses'][-1]:.3f}"
         )
@@ -70,6 +75,8 @@ def show(record: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    if arguments.coordinator:
+        jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.process)
     try:
         configs, tokens = configure(arguments), data.load(arguments.text)
         with Checkpoints(arguments.checkpoints) if arguments.checkpoints else contextlib.nullcontext() as checkpoints:
@@ -84,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if jax.process_index():
+        return 0  # the first process speaks for all
     show(record)
     if arguments.out:
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
@@ -92,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _progress(steps: int) -> Any:
     def write(step: int, losses: Sequence[float]) -> None:
-        if step == 1 or step == steps or not step % 10:
+        if (step == 1 or step == steps or not step % 10) and not jax.process_index():
             print(f"step {step:>5}  loss " + "  ".join(f"{loss:.4f}" for loss in losses), flush=True)
 
     return write

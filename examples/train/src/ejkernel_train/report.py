@@ -52,11 +52,17 @@ class Build:
         self.losses: list[float] = []
         self.seconds: list[float] = []
 
-    def advance(self, window: Any) -> None:
+    @property
+    def devices(self) -> int:
+        return len(self.state.step.sharding.device_set)
+
+    def advance(self, window: np.ndarray) -> None:
+        """One step on windows `[B, T + 1]` of the whole batch, of which every process gives its devices their part."""
+        placed: Any = window
         if self._batch is not None:
-            window = jax.device_put(window, self._batch)
+            placed = jax.make_array_from_callback(window.shape, self._batch, lambda part: window[part])
         start = time.perf_counter()
-        self.state, loss = jax.block_until_ready(self.compiled.program(self.state, window))
+        self.state, loss = jax.block_until_ready(self.compiled.program(self.state, placed))
         self.seconds.append(time.perf_counter() - start)
         self.losses.append(float(loss))
 
@@ -65,6 +71,7 @@ class Build:
         config, compiled = self.config, self.compiled
         seconds = statistics.median(self.seconds[skip:])
         operations = cost.step_operations(config, self.state.model)
+        rate = peak * self.devices if peak else None
         return {
             "kernels": config.kernels,
             "plain": list(config.plain),
@@ -75,7 +82,7 @@ class Build:
             "step_seconds_quartiles": np.quantile(self.seconds[skip:], [0.25, 0.75]).tolist(),
             "tokens_per_second": config.batch * config.length / seconds,
             "operations_per_step": operations,
-            "share_of_peak": operations / seconds / peak if peak else None,
+            "share_of_peak": operations / seconds / rate if rate else None,
             "program_bytes": program_bytes(compiled.program),
             "implementations": implementations(compiled.program),
             "collectives": dict(Counter(found.kind for found in collectives(compiled.program))),
@@ -98,7 +105,7 @@ def run(
     Args:
         configs: they may differ in everything but seed, steps, batch and length.
         tokens: the text, of `data.load`.
-        peak: operations per second that the share is of; None for the device's, where it is known.
+        peak: operations per second of one device, which the share is of; None for the device's, where it is known.
         skip: how many steps come before those that are timed.
         progress: called after each step with its number and the losses.
         checkpoints: where a single config goes on from, and where it is saved.
@@ -124,15 +131,15 @@ def run(
         if checkpoints and ((step + 1) % save_every == 0 or step + 1 == first.steps):
             checkpoints.save(step + 1, builds[0].state)
         progress(step + 1, [build.losses[-1] for build in builds])
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     return {
         "config": dataclasses.asdict(first),
         "sizes": dataclasses.asdict(first.sizes),
         "parameters": cost.parameters(builds[0].state.model),
         "device": device.device_kind,
-        "devices": len(builds[0].state.step.sharding.device_set),
+        "devices": builds[0].devices,
         "first_step": start + 1,
-        "peak_operations_per_second": peak,
+        "peak_operations_per_second": peak,  # of one device
         "process_peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
         "versions": versions(),
         "builds": [build.record(peak, min(skip, first.steps - start - 1)) for build in builds],
