@@ -7,16 +7,18 @@ over it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from ejkernel_train.config import ModelConfig
 from ejkernel_train.float8 import initial_scales, linear
 from ejkernel_train.operations import Operations
-from ejkernel_train.sharding import Layout
+from ejkernel_train.sharding import BATCH, Layout
 
 
 class Context(NamedTuple):
@@ -125,10 +127,22 @@ class Experts(eqx.Module):
         self.config = config
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-        """The result, and the loss of balance: smallest where every expert gets as many tokens (Fedus et al., 2021)."""
+        """The result, and the loss of balance: smallest where every expert gets as many tokens (Fedus et al., 2021).
+
+        On a mesh each device sorts its own tokens and has a part of every expert's hidden channels.
+        """
+        hidden = P(None, None, "tensor")
+        specs = P(BATCH), P(), hidden, hidden, P(None, "tensor")
+        mix = context.layout.on_each_device(partial(self.mix, context), specs, (P(BATCH), P()))
+        return mix(x, self.router, self.gate, self.up, self.down)
+
+    def mix(
+        self, context: Context, x: jax.Array, router: Linear, gate: jax.Array, up: jax.Array, down: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Of one device's tokens `[B, T, d]`."""
         experts, chosen = self.config.experts, self.config.experts_per_token
         rows = x.reshape(-1, x.shape[-1])
-        probabilities = jax.nn.softmax(self.router(rows, context).astype(jnp.float32), axis=-1)  # [B T, E]
+        probabilities = jax.nn.softmax(router(rows, context).astype(jnp.float32), axis=-1)  # [B T, E]
         weights, expert = jax.lax.top_k(probabilities, chosen)
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         order = jnp.argsort(expert.reshape(-1))
@@ -136,12 +150,13 @@ class Experts(eqx.Module):
 
         multiply = context.operations.grouped_matmul
         sorted_rows = jnp.repeat(rows, chosen, axis=0).at[order].get(unique_indices=True)
-        hidden = jax.nn.silu(multiply(sorted_rows, self.gate, sizes)) * multiply(sorted_rows, self.up, sizes)
-        out = multiply(hidden, self.down, sizes).at[jnp.argsort(order)].get(unique_indices=True)
+        hidden = jax.nn.silu(multiply(sorted_rows, gate, sizes)) * multiply(sorted_rows, up, sizes)
+        out = multiply(hidden, down, sizes).at[jnp.argsort(order)].get(unique_indices=True)
         out = jnp.einsum("nkd,nk->nd", out.reshape(-1, chosen, x.shape[-1]), weights.astype(x.dtype))
 
-        share = sizes / order.size
-        return out.reshape(x.shape), self.config.balance * experts * jnp.sum(share * jnp.mean(probabilities, axis=0))
+        share, likely = context.layout.mean_over_batch((sizes / order.size, jnp.mean(probabilities, axis=0)))
+        imbalance = self.config.balance * experts * jnp.sum(share * likely)
+        return context.layout.sum_over_tensor(out).reshape(x.shape), imbalance
 
 
 class GatedAttention(eqx.Module):
@@ -194,6 +209,9 @@ class DeltaRule(eqx.Module):
         self.config = config
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        return on_each_device(self, x, context)
+
+    def mix(self, x: jax.Array, context: Context) -> jax.Array:
         number, shared = self.config.linear_heads, self.config.linear_key_heads
         mixed = context.operations.causal_conv1d(self.mixed(x, context), self.filters)
         size = shared * self.config.linear_head_size
@@ -234,6 +252,9 @@ class StateSpace(eqx.Module):
         self.config = config
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        return on_each_device(self, x, context)
+
+    def mix(self, x: jax.Array, context: Context) -> jax.Array:
         groups, size = self.config.groups, self.config.groups * self.config.state_size
         mixed = context.operations.causal_conv1d(self.mixed(x, context), self.filters)
         B, C = heads(mixed[..., -2 * size : -size], groups), heads(mixed[..., -size:], groups)
@@ -242,6 +263,12 @@ class StateSpace(eqx.Module):
         out = context.operations.state_space(inputs, rates, B, C, self.skip, self.step(x, context), self.bias)
         gate, out = self.gate(x, context), out.reshape(*x.shape[:2], -1)
         return self.output(context.operations.gated_rms_norm(out, gate, self.norm, norm_before_gate=False), context)
+
+
+def on_each_device(mixer: DeltaRule | StateSpace, x: jax.Array, context: Context) -> jax.Array:
+    """On a mesh each device runs its own sequences, with all heads: their channels share a convolution, and are not split."""
+    mix = context.layout.on_each_device(lambda mixer, x: mixer.mix(x, context), (P(), P(BATCH)), P(BATCH))
+    return mix(mixer, x)
 
 
 def decays(key: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:

@@ -114,7 +114,7 @@ def gated_delta_rule(query: jax.Array, key: jax.Array, value: jax.Array, beta: j
         out = product("bhid,bhdv->bhiv", read, state) + product("bhij,bhjv->bhiv", scores, new)
         return last[..., None, None] * state + product("bhid,bhiv->bhdv", kept, new), out.astype(dtype)
 
-    start = jnp.zeros((*key.shape[1:3], key.shape[-1], value.shape[-1]))
+    start = jnp.zeros_like(product("bhid,bhiv->bhdv", key[0], value[0]))
     _, out = jax.lax.scan(step, start, (*narrow, last))  # [N, B, H, C, D]
     out = jnp.moveaxis(out, (0, 2), (1, 3))
     return out.reshape(out.shape[0], -1, *out.shape[3:])
@@ -149,7 +149,7 @@ def state_space(
         added, last = chunk
         return last[..., None, None] * state + added, state.astype(dtype)
 
-    _, before = jax.lax.scan(step, jnp.zeros(added.shape[1:]), (added, jnp.exp(passed[..., -1])))
+    _, before = jax.lax.scan(step, jnp.zeros_like(added[0]), (added, jnp.exp(passed[..., -1])))
     outside = product("nbigs,nbgrps->nbigrp", outputs, before) * jnp.moveaxis(jnp.exp(passed), -1, 2)[..., None]
     return (jnp.moveaxis(inside + outside, 0, 1).reshape(x.shape) + D[:, None] * x).astype(dtype)
 

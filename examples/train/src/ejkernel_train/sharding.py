@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -93,6 +94,18 @@ class Layout:
     def logits(self, logits: jax.Array) -> jax.Array:
         """`[B, T, V]`, split along the batch and the vocabulary."""
         return self.constrain(logits, BATCH, None, "tensor")
+
+    def on_each_device(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """The function of what one device has, written with the two collectives below; without a mesh that is everything."""
+        if self.mesh is None:
+            return function
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def mean_over_batch(self, tree: Tree) -> Tree:
+        return tree if self.mesh is None else jax.lax.pmean(tree, BATCH)
+
+    def sum_over_tensor(self, x: jax.Array) -> jax.Array:
+        return x if self.mesh is None else jax.lax.psum(x, "tensor")
 
     def constrain(self, x: jax.Array, *axes: Any) -> jax.Array:
         return x if self.mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*axes)))
