@@ -13,7 +13,7 @@ import pytest
 from ejkernel_train import data, report
 from ejkernel_train.config import MODELS, TrainConfig
 from ejkernel_train.sharding import Layout, spec_of
-from ejkernel_train.step import initialise
+from ejkernel_train.step import initialise, split
 
 TINY = TrainConfig(dtype="float32", steps=4, length=96, learning_rate=1e-3)
 """No parameter has an axis of 96, so that shapes tell activations."""
@@ -85,6 +85,19 @@ def test_activations_are_summed_where_tensor_parallelism_must(kernels: str):
     assert summed.count(STREAM) == (1 + 2) + (5 + 1)
     # the loss exchanges numbers of tokens, never logits
     assert max(np.prod(shape, dtype=int) for _, shape in summed) == 132 * 64
+
+
+def test_scales_of_float8_are_those_of_one_device():
+    """They follow what is largest on any device."""
+    config = dataclasses.replace(TINY, model="mamba2", dtype="bfloat16", float8=True)
+    builds = [report.Build(dataclasses.replace(config, mesh=mesh)) for mesh in ("", MESH)]
+    window = data.batch(data.load(), 0, 0, config.batch, config.length)
+    for each in builds:
+        each.advance(window)
+    one, several = (jax.tree.leaves(split(each.state.model)[1]) for each in builds)
+    assert len(one) == 3
+    for found, wanted in zip(several, one, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0.02)
 
 
 def test_parameters_and_moments_are_split():

@@ -186,7 +186,7 @@ class DeltaRule(eqx.Module):
 
     mixed: Linear  # queries, keys and values, which share a convolution
     filters: jax.Array
-    gate: Linear
+    z: Linear
     beta: Linear
     decay: Linear
     log_rate: jax.Array
@@ -200,7 +200,7 @@ class DeltaRule(eqx.Module):
         inner, shared = (number * config.linear_head_size for number in (config.linear_heads, config.linear_key_heads))
         self.mixed = Linear(keys[0], config.width, inner + 2 * shared, config.float8)
         self.filters = matrix(keys[1], config.filter, inner + 2 * shared, config.filter)
-        self.gate = Linear(keys[2], config.width, inner, config.float8)
+        self.z = Linear(keys[2], config.width, inner, config.float8)
         self.beta = Linear(keys[3], config.width, config.linear_heads)
         self.decay = Linear(keys[4], config.width, config.linear_heads)
         self.log_rate, self.bias = decays(keys[5], config.linear_heads)
@@ -209,18 +209,21 @@ class DeltaRule(eqx.Module):
         self.config = config
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        return on_each_device(self, x, context)
+        projected = self.mixed(x, context), self.z(x, context), self.beta(x, context), self.decay(x, context)
+        own = self.filters, self.log_rate, self.bias, self.norm
+        return self.output(by_sequence(self.recur, context, projected, own), context)
 
-    def mix(self, x: jax.Array, context: Context) -> jax.Array:
+    def recur(self, operations: Operations, projected: tuple[jax.Array, ...], own: tuple[jax.Array, ...]) -> jax.Array:
+        """What stands between the linear layers: `[B, T, H D]`."""
+        (mixed, z, beta, decay), (filters, log_rate, bias, norm) = projected, own
         number, shared = self.config.linear_heads, self.config.linear_key_heads
-        mixed = context.operations.causal_conv1d(self.mixed(x, context), self.filters)
+        mixed = operations.causal_conv1d(mixed, filters)
         size = shared * self.config.linear_head_size
         query, key, value = heads(mixed[..., :size], shared), heads(mixed[..., size : 2 * size], shared), mixed[..., 2 * size :]
-        beta = jax.nn.sigmoid(self.beta(x, context).astype(jnp.float32))
-        decay = -jnp.exp(self.log_rate) * jax.nn.softplus(self.decay(x, context).astype(jnp.float32) + self.bias)
-        out = context.operations.gated_delta_rule(query, key, heads(value, number), beta, decay)
-        out = context.operations.gated_rms_norm(out, heads(self.gate(x, context), number), self.norm, norm_before_gate=True)
-        return self.output(out.reshape(*x.shape[:2], -1), context)
+        beta = jax.nn.sigmoid(beta.astype(jnp.float32))
+        decay = -jnp.exp(log_rate) * jax.nn.softplus(decay.astype(jnp.float32) + bias)
+        out = operations.gated_delta_rule(query, key, heads(value, number), beta, decay)
+        return operations.gated_rms_norm(out, heads(z, number), norm, norm_before_gate=True).reshape(*z.shape)
 
 
 class StateSpace(eqx.Module):
@@ -228,7 +231,7 @@ class StateSpace(eqx.Module):
 
     mixed: Linear  # x, B and C, which share a convolution
     filters: jax.Array
-    gate: Linear
+    z: Linear
     step: Linear
     log_rate: jax.Array
     bias: jax.Array
@@ -243,7 +246,7 @@ class StateSpace(eqx.Module):
         channels = inner + 2 * config.groups * config.state_size
         self.mixed = Linear(keys[0], config.width, channels, config.float8)
         self.filters = matrix(keys[1], config.filter, channels, config.filter)
-        self.gate = Linear(keys[2], config.width, inner, config.float8)
+        self.z = Linear(keys[2], config.width, inner, config.float8)
         self.step = Linear(keys[3], config.width, config.linear_heads)
         self.log_rate, self.bias = decays(keys[4], config.linear_heads)
         self.skip = jnp.ones(config.linear_heads)
@@ -252,23 +255,24 @@ class StateSpace(eqx.Module):
         self.config = config
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        return on_each_device(self, x, context)
+        projected = self.mixed(x, context), self.z(x, context), self.step(x, context)
+        own = self.filters, self.log_rate, self.bias, self.skip, self.norm
+        return self.output(by_sequence(self.recur, context, projected, own), context)
 
-    def mix(self, x: jax.Array, context: Context) -> jax.Array:
+    def recur(self, operations: Operations, projected: tuple[jax.Array, ...], own: tuple[jax.Array, ...]) -> jax.Array:
+        """What stands between the linear layers: `[B, T, H P]`."""
+        (mixed, z, step), (filters, log_rate, bias, skip, norm) = projected, own
         groups, size = self.config.groups, self.config.groups * self.config.state_size
-        mixed = context.operations.causal_conv1d(self.mixed(x, context), self.filters)
+        mixed = operations.causal_conv1d(mixed, filters)
+        x = heads(mixed[..., : -2 * size], self.config.linear_heads)
         B, C = heads(mixed[..., -2 * size : -size], groups), heads(mixed[..., -size:], groups)
-        inputs = heads(mixed[..., : -2 * size], self.config.linear_heads)
-        rates = -jnp.exp(self.log_rate)
-        out = context.operations.state_space(inputs, rates, B, C, self.skip, self.step(x, context), self.bias)
-        gate, out = self.gate(x, context), out.reshape(*x.shape[:2], -1)
-        return self.output(context.operations.gated_rms_norm(out, gate, self.norm, norm_before_gate=False), context)
+        out = operations.state_space(x, -jnp.exp(log_rate), B, C, skip, step, bias)
+        return operations.gated_rms_norm(out.reshape(*z.shape), z, norm, norm_before_gate=False)
 
 
-def on_each_device(mixer: DeltaRule | StateSpace, x: jax.Array, context: Context) -> jax.Array:
+def by_sequence(function: Callable[..., jax.Array], context: Context, projected: Any, own: Any) -> jax.Array:
     """On a mesh each device runs its own sequences, with all heads: their channels share a convolution, and are not split."""
-    mix = context.layout.on_each_device(lambda mixer, x: mixer.mix(x, context), (P(), P(BATCH)), P(BATCH))
-    return mix(mixer, x)
+    return context.layout.on_each_device(partial(function, context.operations), (P(BATCH), P()), P(BATCH))(projected, own)
 
 
 def decays(key: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:

@@ -26,7 +26,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"embedding", P("tensor", "fsdp")),
     (r"(query|key|value|gate|up)\.weight", P("fsdp", "tensor")),
     (r"(output|down)\.weight", P("tensor", "fsdp")),
-    (r"(mixed|beta|decay|step|router)\.weight", P("fsdp")),
+    (r"(mixed|z|beta|decay|step|router)\.weight", P("fsdp")),
     (r"feed_forward\.(gate|up)", P(None, "fsdp", "tensor")),  # of experts
     (r"feed_forward\.down", P(None, "tensor", "fsdp")),
 )
