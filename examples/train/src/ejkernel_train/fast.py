@@ -66,5 +66,9 @@ def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> ja
     return ejkernel.grouped_matmul(rows, matrices, sizes)
 
 
-def scaled_matmul(lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, *, dtype: Any) -> jax.Array:
-    return ejkernel.scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, precision="default", out_dtype=dtype)
+def scaled_matmul(
+    lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, *, dtype: Any, transpose_rhs: bool = False
+) -> jax.Array:
+    return ejkernel.scaled_matmul(
+        lhs, rhs, lhs_scale, rhs_scale, transpose_rhs=transpose_rhs, precision="default", out_dtype=dtype
+    )

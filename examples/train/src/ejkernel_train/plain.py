@@ -159,9 +159,11 @@ def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> ja
     return jax.lax.ragged_dot(rows, matrices, sizes)
 
 
-def scaled_matmul(lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, *, dtype: Any) -> jax.Array:
-    """`lhs [M, K] @ rhs [K, N]`, both of float8, times one scale each."""
-    product = jnp.matmul(lhs, rhs, preferred_element_type=FLOAT32)
+def scaled_matmul(
+    lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, *, dtype: Any, transpose_rhs: bool = False
+) -> jax.Array:
+    """`lhs [M, K] @ rhs [K, N]`, both of float8, times one scale each; rhs is `[N, K]` with transpose_rhs."""
+    product = jnp.einsum("mk,nk->mn" if transpose_rhs else "mk,kn->mn", lhs, rhs, preferred_element_type=FLOAT32)
     return (product * (lhs_scale * rhs_scale)).astype(dtype)
 
 
