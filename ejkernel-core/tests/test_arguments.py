@@ -147,6 +147,7 @@ NOT_ATTENTION = {
     "quantized_matmul",
     "rms_norm",
     "rope",
+    "sample_tokens",
     "scaled_matmul",
     "softmax",
     "state_space_v1",

@@ -44,6 +44,7 @@ S = np.ones((2, 4, 8, 8), np.float32)
 IDS = np.zeros((2, 5), np.int32)
 FILTERS = np.ones((8, 4), np.float32)
 N8, ONE = np.ones((8, 8), jnp.float8_e4m3fn), np.float32(1)
+KEY = np.zeros(2, np.uint32)
 ROWS = np.ones((2, 3), np.int32)
 
 _ROPE = [
@@ -298,6 +299,36 @@ REFUSED: dict[str, list[Any]] = {
     "rope": [
         ((Q, None, None, C), {}, TypeError, r"cos: got None, expected an array; LlamaRotaryEmbedding"),
         *_ROPE,
+    ],
+    "sample_tokens": [
+        ((G2, KEY), {}, TypeError, "logits: got dtype int32, expected a floating type"),
+        ((X[0, :, :0], KEY), {}, ValueError, r"logits: got shape \(3, 0\), expected \[..., V\] with V of at least 1"),
+        ((X[0], None), {}, TypeError, "key: got NoneType, expected a key of jax.random, or one for each row"),
+        ((X[0], G2), {}, TypeError, "key: got dtype int32, expected a key of jax.random"),
+        (
+            (X[0], np.zeros(3, np.uint32)),
+            {},
+            ValueError,
+            r"key: got uint32 of shape \(3,\), expected 2 or 4 words for each key",
+        ),
+        ((X[0], np.zeros((2, 2), np.uint32)), {}, ValueError, r"key: got keys of shape \(2,\), expected one key, or \(3,\)"),
+        ((X[0], KEY, X[0]), {}, ValueError, r"temperature: got shape \(3, 8\), expected one number, or \(3,\)"),
+        (
+            (X[0], KEY, X[0, :, 0] > 0),
+            {},
+            TypeError,
+            "temperature: got dtype bool, expected a real number, or one for each row",
+        ),
+        ((X[0], KEY, 1.0, X[0, :, 0]), {}, TypeError, "top_k: got float32, expected an int, or integers, one for each row"),
+        ((X[0], KEY, 1.0, None, X[0, :2, 0]), {}, ValueError, r"top_p: got shape \(2,\), expected one number, or \(3,\)"),
+        ((X[0], KEY, 1.0, None, None, None, X[0]), {}, TypeError, "token_mask: got dtype float32, expected bool; True marks"),
+        (
+            (X[0], KEY, 1.0, None, None, None, X[0, :2] > 0),
+            {},
+            ValueError,
+            r"token_mask: got shape \(2, 8\), expected a shape that broadcasts to \(3, 8\) = logits",
+        ),
+        ((X[0], KEY), {"return_logprobs": 1}, TypeError, "return_logprobs: got 1, expected a bool"),
     ],
     "scaled_matmul": [
         ((X[0], N8, ONE, ONE), {}, TypeError, "lhs: got dtype float32, expected int8, float8_e4m3fn or float8_e5m2; divide it"),

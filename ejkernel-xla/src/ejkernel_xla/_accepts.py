@@ -196,6 +196,14 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "state",
         "return_state",
     ),
+    "sample_tokens": (
+        "top_k",
+        "top_p",
+        "min_p",
+        "token_mask",
+        "static_top_k",
+        "return_logprobs",
+    ),
     "scaled_matmul": (
         "out_dtype",
         "transpose_rhs",

@@ -104,6 +104,7 @@ from ejkernel.modules.rotary import (
     llama_rope,
     rope,
 )
+from ejkernel.modules.sampling import SampleTokens, sample_tokens
 from ejkernel.modules.serving import RaggedPageAttentionv2, UnifiedAttention, ragged_page_attention_v2, unified_attention
 from ejkernel.modules.serving_decode import DecodeAttention, RaggedDecodeAttention, decode_attention, ragged_decode_attention
 from ejkernel.modules.serving_pages import PageAttention, PrefillPageAttention, page_attention, prefill_page_attention
@@ -196,6 +197,7 @@ __all__ = [
     "RingAttentionConfig",
     "RmsNorm",
     "Rope",
+    "SampleTokens",
     "ScaledDotProductAttention",
     "ScaledDotProductAttentionConfig",
     "ScaledMatmul",
@@ -260,6 +262,7 @@ __all__ = [
     "rwkv6",
     "rwkv7",
     "rwkv7_mul",
+    "sample_tokens",
     "scaled_dot_product_attention",
     "scaled_matmul",
     "softmax",
