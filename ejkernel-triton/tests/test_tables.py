@@ -27,6 +27,7 @@ NOT_TUNED = {
     "quantized_matmul",
     "rope",
     "rwkv4",
+    "sample_tokens",
     "selective_scan",
     "sparse_latent_attention",
 }

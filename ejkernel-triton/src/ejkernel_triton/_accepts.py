@@ -156,6 +156,14 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "state",
         "return_state",
     ),
+    "sample_tokens": (
+        "top_k",
+        "top_p",
+        "min_p",
+        "token_mask",
+        "static_top_k",
+        "return_logprobs",
+    ),
     "selective_scan": (
         "D",
         "initial_state",

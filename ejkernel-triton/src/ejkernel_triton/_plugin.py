@@ -53,6 +53,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("rms_norm"),
             *_both_phases("rope"),
             *_both_phases("rwkv4"),
+            _implementation("sample_tokens", "forward"),
             *_both_phases("selective_scan"),
             *_both_phases("softmax"),
             _implementation("sparse_latent_attention", "forward"),
