@@ -138,6 +138,7 @@ NOT_ATTENTION = {
     "fused_cross_entropy",
     "fused_kl_divergence",
     "fused_qk_norm_rope",
+    "gated_linear_unit",
     "gated_rms_norm",
     "grouped_matmul",
     "layer_norm",

@@ -118,6 +118,7 @@ def _dense() -> list[PublicCall]:
         _call("layer_norm", "x: b t d, scale: d, offset: d"),
         _call("fused_add_rms_norm", "x: b t d, residual: b t d, scale: d"),
         _call("softmax", "x: b t d"),
+        _call("gated_linear_unit", "gate: b t d, up: b t d", {"activation": "gelu"}),
         _call("rope", f"x: b t h d, {_ANGLES}"),
         _call("llama_rope", f"q: b t h d, k: b t k d, {_ANGLES}"),
         _call("fused_qk_norm_rope", f"q: b t h d, k: b t k d, {_ANGLES}, q_scale: d, k_scale: d"),

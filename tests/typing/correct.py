@@ -105,6 +105,7 @@ out = ejkernel.mean_pooling(query, cu_seqlens=None)
 out = ejkernel.grouped_matmul(rows, pages, integers, group_offset=0, preferred_element_type=jnp.float32)
 out = ejkernel.quantized_matmul(rows, integers, rows, mode="nf4", bits=None)
 out = ejkernel.scaled_matmul(rows, rows, 0.5, rows[0], transpose_rhs=True, out_dtype=jnp.float32)
+out = ejkernel.gated_linear_unit(rows, rows, activation="gelu_tanh", limit=7.0)
 drawn: jax.Array = ejkernel.sample_tokens(rows, jax.random.key(0), top_k=50, top_p=rows[:, 0], temperature=0.7)
 drawn, drawn_logprobs = ejkernel.sample_tokens(host, integers, top_k=integers[0], min_p=0.1, return_logprobs=True)
 loss: jax.Array = ejkernel.fused_cross_entropy(rows, integers, reduction="sum", label_smoothing=0.1).loss

@@ -296,6 +296,10 @@ NewMixingState = Float32[Array, "batch 3 channels"] | Float64[Array, "batch 3 ch
 
 # Rows
 
+GateRows = Float[ArrayLike, "*rows channels"]
+GatedRows = Float[Array, "*rows _"]
+GateActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
+"""Activation of a gated linear unit."""
 WholeSequence = Shaped[ArrayLike, "*shape"]
 ReorderedSequence = Shaped[Array, "*shape"]
 Rows = Float[ArrayLike, "*shape"]

@@ -152,6 +152,17 @@ REFUSED: dict[str, list[Any]] = {
         ((X, X), {"temperature": float("nan")}, ValueError, "temperature: got nan, expected a finite number"),
         ((X, X, C), {}, ValueError, r"student_head: got shape \(5, 4\), expected \[D, V\] with D = 8 as in student"),
     ],
+    "gated_linear_unit": [
+        ((G2,), {}, TypeError, "gate: got dtype int32, expected a floating type"),
+        ((X[0, 0, 0],), {}, ValueError, r"gate: got shape \(\), expected at least one axis"),
+        ((X[..., :5],), {}, ValueError, "gate: got 5 channels, expected an even number of them, gate and up, beside up=None"),
+        ((X, X[:1]), {}, ValueError, r"up: got shape \(1, 3, 8\), expected \(2, 3, 8\) = shape of gate"),
+        ((X, X.astype(np.float16)), {}, TypeError, "up: got dtype float16, expected float32 as gate"),
+        ((X, X), {"activation": "swish"}, ValueError, "activation: got 'swish', expected one of silu, gelu, gelu_tanh, relu"),
+        ((X, X), {"activation": "relu", "alpha": 2}, ValueError, "alpha: got 2.0, expected 1 beside activation 'relu'; it is"),
+        ((X, X), {"limit": -1}, ValueError, "limit: got -1.0, expected a value >= 0"),
+        ((X, X), {"up_offset": np.inf}, ValueError, "up_offset: got inf, expected a finite number"),
+    ],
     "grouped_matmul": [
         ((X[0], X, G2), {}, ValueError, r"rhs: got shape \(2, 3, 8\), expected \[G, K, N\] with K = 8 as in lhs"),
         ((X[0, :, :4], X, G2), {"transpose_rhs": True}, ValueError, r"expected \[G, N, K\] with K = 4 as in lhs"),

@@ -41,6 +41,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("cross_entropy"),
             *_both_phases("delta_rule"),
             *_both_phases("flash_attention"),
+            *_both_phases("gated_linear_unit"),
             *_both_phases("grouped_matmul"),
             _implementation("latent_paged_attention", "forward"),
             *_both_phases("layer_norm"),

@@ -81,6 +81,13 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "precision",
         "return_lse",
     ),
+    "gated_linear_unit": (
+        "up",
+        "activation",
+        "alpha",
+        "limit",
+        "up_offset",
+    ),
     "grouped_matmul": (
         "group_offset",
         "existing_out",

@@ -31,6 +31,7 @@ from ejkernel.modules.deltas import (
 )
 from ejkernel.modules.divergences import FusedKLDivergence, KLDivergenceOutput, fused_kl_divergence
 from ejkernel.modules.dot_product import ScaledDotProductAttention, scaled_dot_product_attention
+from ejkernel.modules.gates import GatedLinearUnit, gated_linear_unit
 from ejkernel.modules.latent import FlashMLA, MultiHeadLatentAttention, flash_mla, multi_head_latent_attention
 from ejkernel.modules.latent_serving import (
     MultiLatentRaggedPageAttention,
@@ -160,6 +161,7 @@ __all__ = [
     "GatedDeltaRule",
     "GatedDeltaRuleConfig",
     "GatedLinearAttention",
+    "GatedLinearUnit",
     "GatedRmsNorm",
     "GroupedMatmul",
     "GroupedMatmulConfig",
@@ -226,6 +228,7 @@ __all__ = [
     "fused_qk_norm_rope",
     "gated_delta_product",
     "gated_delta_rule",
+    "gated_linear_unit",
     "gated_rms_norm",
     "gla",
     "gla_attention",
