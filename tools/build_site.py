@@ -60,8 +60,8 @@ REFERENCES = {
     ),
     "serving": Reference(
         "Serving",
-        "Attention over paged caches, and their updates.",
-        homes=("serving", "serving_pages", "serving_decode", "serving_updates", "latent_serving"),
+        "Attention over paged caches, their updates, and sampling.",
+        homes=("serving", "serving_pages", "serving_decode", "serving_updates", "latent_serving", "sampling"),
     ),
     "recurrences": Reference(
         "Recurrences",
@@ -71,7 +71,7 @@ REFERENCES = {
     "rows": Reference(
         "Norms, softmax, rotary embedding, pooling",
         "Functions over rows.",
-        homes=("norms", "probabilities", "rotary", "pooling"),
+        homes=("norms", "probabilities", "rotary", "pooling", "gates"),
         names=("ejkernel.LlamaRotaryEmbedding",),
     ),
     "products": Reference(

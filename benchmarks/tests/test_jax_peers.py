@@ -33,6 +33,8 @@ def _limits(monkeypatch):
         ("causal_conv1d", "silu", "jax"),
         ("scaled_matmul", "float8-transposed", "jax"),
         ("scaled_matmul", "int8", "jax"),
+        ("gated_linear_unit", "gelu-packed", "jax"),
+        ("gated_linear_unit", "silu", "jax"),
         ("delta_rule", "plain", "lax.scan"),
         ("selective_scan", "state", "lax.scan"),
         ("rwkv4", "plain", "lax.scan"),

@@ -20,6 +20,7 @@ NOT_TUNED = {
     "causal_conv1d",
     "cross_entropy",
     "delta_rule",
+    "gated_linear_unit",
     "latent_paged_attention",
     "mean_pooling",
     "native_sparse_attention",
@@ -27,6 +28,7 @@ NOT_TUNED = {
     "quantized_matmul",
     "rope",
     "rwkv4",
+    "sample_tokens",
     "selective_scan",
     "sparse_latent_attention",
 }

@@ -34,12 +34,13 @@ groups."""
 
 @dataclasses.dataclass(frozen=True)
 class PublicCall:
-    """A call with its array arguments in order of the signature."""
+    """A call with its array arguments in order of the signature; `differentiable`: it has gradients."""
 
     name: str
     arrays: dict[str, np.ndarray]
     axes: dict[str, str]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    differentiable: bool = True
 
     def run(self, arrays: dict[str, Any]) -> Any:
         return getattr(ejkernel, self.name)(**arrays, **self.options)
@@ -57,7 +58,8 @@ class PublicCall:
 
     @property
     def floating(self) -> list[str]:
-        return [name for name, value in self.arrays.items() if value.dtype == np.float32]
+        """Arrays that have gradients."""
+        return [name for name, value in self.arrays.items() if value.dtype == np.float32 and self.differentiable]
 
 
 def _floats(name: str, axes: str) -> np.ndarray:
@@ -116,6 +118,7 @@ def _dense() -> list[PublicCall]:
         _call("layer_norm", "x: b t d, scale: d, offset: d"),
         _call("fused_add_rms_norm", "x: b t d, residual: b t d, scale: d"),
         _call("softmax", "x: b t d"),
+        _call("gated_linear_unit", "gate: b t d, up: b t d", {"activation": "gelu"}),
         _call("rope", f"x: b t h d, {_ANGLES}"),
         _call("llama_rope", f"q: b t h d, k: b t k d, {_ANGLES}"),
         _call("fused_qk_norm_rope", f"q: b t h d, k: b t k d, {_ANGLES}, q_scale: d, k_scale: d"),
@@ -137,6 +140,15 @@ def _dense() -> list[PublicCall]:
             w=lambda x: np.abs(x * 1000).astype(np.uint32),
         ),
         _call("scaled_matmul", "lhs: b t d, rhs: d v, lhs_scale: b t, rhs_scale: v", lhs=_in_float8, rhs=_in_float8),
+        dataclasses.replace(
+            _call(
+                "sample_tokens",
+                "logits: b d, key: 2",
+                {"top_k": 3, "top_p": 0.9, "return_logprobs": True},
+                key=np.array([1, 2], np.uint32),
+            ),
+            differentiable=False,
+        ),
         _call("flash_attention", _QKV, {"causal": True}),
         _call("attention", _QKV, {"causal": True, "dropout_prob": 0.25, "dropout_rng": 3, "deterministic": False}),
         _call("scaled_dot_product_attention", _QKV, {"causal": True}),

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 from jax.sharding import Mesh as _Mesh
 from jax.typing import DTypeLike as DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Float64, Integer, Key, Num, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Float64, Int32, Integer, Key, Num, Shaped, UInt32
 
 # Arrays and numbers
 
@@ -296,6 +296,10 @@ NewMixingState = Float32[Array, "batch 3 channels"] | Float64[Array, "batch 3 ch
 
 # Rows
 
+GateRows = Float[ArrayLike, "*rows channels"]
+GatedRows = Float[Array, "*rows _"]
+GateActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
+"""Activation of a gated linear unit."""
 WholeSequence = Shaped[ArrayLike, "*shape"]
 ReorderedSequence = Shaped[Array, "*shape"]
 Rows = Float[ArrayLike, "*shape"]
@@ -348,3 +352,11 @@ HeadBias = Float[ArrayLike, "_"]
 TeacherHidden = Float[ArrayLike, "*tokens teacher_width"]
 Loss = Float32[Array, "..."] | Float64[Array, "..."]
 TokenLogprobs = Float32[Array, "*tokens"] | Float64[Array, "*tokens"]
+
+# Sampling
+
+TokenKeys = Key[ArrayLike, "*keys"] | UInt32[ArrayLike, "*keys _"]
+PerToken = Scalar | Num[ArrayLike, "*tokens"]
+CountPerToken = TracedCount | Integer[ArrayLike, "*tokens"]
+SampledTokens = Int32[Array, "*tokens"]
+SampledLogprobs = Float32[Array, "*tokens"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -163,6 +164,21 @@ def _causal_conv1d(call: Any, inputs: Any) -> Function | str:
     return convolution
 
 
+def _gated_linear_unit(call: Any, inputs: Any) -> Function | str:
+    """In the arrays' own dtype."""
+    if (call.alpha, call.limit, call.up_offset) != (1.0, None, 0.0):
+        return "has alpha, limit or up_offset"
+    activations = {"silu": jax.nn.silu, "relu": jax.nn.relu, "sigmoid": jax.nn.sigmoid}
+    for name in ("gelu", "gelu_tanh"):
+        activations[name] = functools.partial(jax.nn.gelu, approximate=name == "gelu_tanh")
+
+    def unit(inputs: Any) -> Mapping[str, Any]:
+        gate, up = jnp.split(inputs.gate, 2, axis=-1) if inputs.up is None else inputs
+        return {"out": activations[call.activation](gate) * up}
+
+    return unit
+
+
 def _scaled_matmul(call: Any, inputs: Any) -> Function:
     """The plain product in bfloat16, which holds what is stored."""
 
@@ -190,6 +206,7 @@ PEERS = (
             "linear_cross_entropy": _linear_cross_entropy,
             "mean_pooling": _mean_pooling,
             "causal_conv1d": _causal_conv1d,
+            "gated_linear_unit": _gated_linear_unit,
             "scaled_matmul": _scaled_matmul,
         },
     ),

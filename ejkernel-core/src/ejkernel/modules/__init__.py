@@ -31,6 +31,7 @@ from ejkernel.modules.deltas import (
 )
 from ejkernel.modules.divergences import FusedKLDivergence, KLDivergenceOutput, fused_kl_divergence
 from ejkernel.modules.dot_product import ScaledDotProductAttention, scaled_dot_product_attention
+from ejkernel.modules.gates import GatedLinearUnit, gated_linear_unit
 from ejkernel.modules.latent import FlashMLA, MultiHeadLatentAttention, flash_mla, multi_head_latent_attention
 from ejkernel.modules.latent_serving import (
     MultiLatentRaggedPageAttention,
@@ -104,6 +105,7 @@ from ejkernel.modules.rotary import (
     llama_rope,
     rope,
 )
+from ejkernel.modules.sampling import SampleTokens, sample_tokens
 from ejkernel.modules.serving import RaggedPageAttentionv2, UnifiedAttention, ragged_page_attention_v2, unified_attention
 from ejkernel.modules.serving_decode import DecodeAttention, RaggedDecodeAttention, decode_attention, ragged_decode_attention
 from ejkernel.modules.serving_pages import PageAttention, PrefillPageAttention, page_attention, prefill_page_attention
@@ -159,6 +161,7 @@ __all__ = [
     "GatedDeltaRule",
     "GatedDeltaRuleConfig",
     "GatedLinearAttention",
+    "GatedLinearUnit",
     "GatedRmsNorm",
     "GroupedMatmul",
     "GroupedMatmulConfig",
@@ -196,6 +199,7 @@ __all__ = [
     "RingAttentionConfig",
     "RmsNorm",
     "Rope",
+    "SampleTokens",
     "ScaledDotProductAttention",
     "ScaledDotProductAttentionConfig",
     "ScaledMatmul",
@@ -224,6 +228,7 @@ __all__ = [
     "fused_qk_norm_rope",
     "gated_delta_product",
     "gated_delta_rule",
+    "gated_linear_unit",
     "gated_rms_norm",
     "gla",
     "gla_attention",
@@ -260,6 +265,7 @@ __all__ = [
     "rwkv6",
     "rwkv7",
     "rwkv7_mul",
+    "sample_tokens",
     "scaled_dot_product_attention",
     "scaled_matmul",
     "softmax",
