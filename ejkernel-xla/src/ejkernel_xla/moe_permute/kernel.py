@@ -17,12 +17,7 @@ def forward(call: MoePermuteCall, inputs: MoePermuteInputs, config: None) -> Moe
     positions = jnp.where(held, row, ~row).reshape(experts.shape)
     groups = jnp.arange(call.num_experts, dtype=jnp.int32)
     sizes = jnp.sum(flat[:, :, None] == groups[None, None], axis=1, dtype=jnp.int32)
-    batch = x.shape[0]
-    return MoePermuteOutputs(
-        spread(x, positions, source),
-        jnp.broadcast_to(sizes, (batch, call.num_experts)),
-        jnp.broadcast_to(positions, (batch, *positions.shape[1:])),
-    )
+    return MoePermuteOutputs(spread(x, positions, source), sizes, positions)
 
 
 def backward(

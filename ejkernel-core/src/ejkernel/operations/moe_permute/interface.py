@@ -20,10 +20,10 @@ from ejkernel.utils.checks import check_array, check_compute, check_shape, integ
 
 
 class MoePermuteInputs(NamedTuple):
-    """x `[b, t, d]`; experts int32 `[1 or b, t, k]`."""
+    """x `[b, t, d]`; experts int32 `[b, t, k]`."""
 
     x: Float[Array, "b t d"]
-    experts: Int32[Array, "#b t k"]
+    experts: Int32[Array, "b t k"]
 
 
 class MoePermuteOutputs(NamedTuple):
@@ -78,7 +78,7 @@ class MoePermute(Operation):
         return super().random_inputs(call, rng, **{"experts": experts, **given})
 
     def dimensions(self, call: MoePermuteCall) -> Mapping[str, str]:
-        return {"x": "b t d", "experts": "b? t k", "rows": "b m d", "group_sizes": "b e", "positions": "b t k"}
+        return {"x": "b t d", "experts": "b t k", "rows": "b m d", "group_sizes": "b e", "positions": "b t k"}
 
     def output_specs(self, call: MoePermuteCall) -> MoePermuteOutputs:
         batch, tokens, width = call.x.shape

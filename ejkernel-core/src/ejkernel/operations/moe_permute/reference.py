@@ -13,7 +13,7 @@ def forward(call: MoePermuteCall, inputs: MoePermuteInputs) -> MoePermuteOutputs
     rows, sizes = np.zeros((batch, call.rows, width)), np.zeros((batch, call.num_experts), np.int32)
     positions = np.zeros((batch, call.rows), np.int32)
     for index in range(batch):
-        experts = inputs.experts[index % len(inputs.experts)].reshape(-1)
+        experts = inputs.experts[index].reshape(-1)
         held = (experts >= 0) & (experts < call.num_experts)
         order = np.argsort(np.where(held, experts, call.num_experts), kind="stable")
         for row, copy in enumerate(order):
