@@ -1,4 +1,4 @@
-"""`moe_route`, `moe_permute`, `moe_unpermute` in Triton on a real GPU: numbers of every config, then times beside XLA and plain JAX.
+"""`moe_route`, `moe_permute`, `moe_unpermute` in Triton on a GPU: numbers of every config, then times beside XLA and plain JAX.
 
     python tests/device/moe.py --out results
 
