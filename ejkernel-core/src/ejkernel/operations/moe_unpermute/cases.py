@@ -32,9 +32,9 @@ def arrays(
 _BENCH = frozenset({"bench"})
 
 CASES = (
-    Case("weights", arrays(9, 16, 2), tags=frozenset({"transforms"})),
+    Case("weights", arrays(9, 16, 2)),
     Case("dropped", arrays(13, 8, 3, dropped=0.4), tags=frozenset({"transforms"})),
-    Case("sum", arrays(9, 16, 2, weights=False)),
+    Case("sum", arrays(9, 16, 2, weights=False), tags=frozenset({"transforms"})),
     Case("sum-dropped", arrays(13, 8, 3, dropped=0.4, weights=False)),
     Case("one-choice", arrays(21, 5, 1)),
     Case("all-dropped", arrays(5, 8, 2, dropped=1.0)),
