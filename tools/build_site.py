@@ -76,9 +76,16 @@ REFERENCES = {
     ),
     "products": Reference(
         "Matrix products, losses, quantization",
-        "Grouped, quantized and collective products; losses; packed weights.",
-        homes=("matmuls", "collectives", "losses", "divergences"),
-        names=("ejkernel.CrossEntropyOutput", "ejkernel.KLDivergenceOutput"),
+        "Grouped, quantized and collective products; mixtures of experts; losses; packed weights.",
+        homes=("matmuls", "mixture_of_experts", "collectives", "losses", "divergences"),
+        names=(
+            "ejkernel.MoeRouteOutput",
+            "ejkernel.MoePermuteOutput",
+            "ejkernel.moe_load_balancing_loss",
+            "ejkernel.moe_z_loss",
+            "ejkernel.CrossEntropyOutput",
+            "ejkernel.KLDivergenceOutput",
+        ),
         modules=("ejkernel.quantization",),
     ),
     "masks": Reference(

@@ -104,6 +104,7 @@ _PAGES = "key_cache: p s k d, value_cache: p s k d"
 _SERVED = "kv_lens: r, block_tables: r w, query_start_loc: 3"
 _LATENT = "query: b t h 20, key_value: b t d, w_kc: d h 16, w_vc: d h v, b_k: b t e"
 
+_CHOICES = np.array([[0, 2], [1, 3], [3, 0], [2, 1], [-1, 0], [1, 2]], np.int32)
 _KV_LENS = np.array([6, 3], np.int32)
 _TABLES = np.array([[0, 2], [1, 3]], np.int32)
 _STARTS = np.array([0, 4, 6], np.int32)
@@ -133,6 +134,13 @@ def _dense() -> list[PublicCall]:
         ),
         _call("fused_kl_divergence", "student_logits: b t d, teacher_logits: b t d"),
         _call("grouped_matmul", "lhs: n d, rhs: g d v, group_sizes: g", group_sizes=np.array([4, 2], np.int32)),
+        _call("moe_route", "logits: b t", {"k": 2, "scoring": "sigmoid"}),
+        _call("moe_permute", "x: n d, experts: n g", {"num_experts": 4}, experts=_CHOICES),
+        _call(
+            "moe_unpermute",
+            "rows: 12 d, positions: n g, weights: n g",
+            positions=np.argsort(_CHOICES.reshape(-1)).reshape(6, 2).astype(np.int32),
+        ),
         _call(
             "quantized_matmul",
             "x: b t 64, w: 64 8, scales: 64 1, zeros: 64 1",

@@ -340,6 +340,21 @@ ShardedRows = Float[ArrayLike, "... _ _"]
 ShardedMatrix = Float[ArrayLike, "_ _"]
 ShardedProduct = Float[Array, "... _ _"]
 
+# Mixtures of experts
+
+RouterLogits = Float[ArrayLike, "tokens experts"]
+ExpertBias = Float[ArrayLike, "experts"]
+RouteWeights = Float32[Array, "tokens choices"] | Float64[Array, "tokens choices"]
+ChosenExperts = Integer[Array, "tokens choices"]
+ChoicesGiven = Integer[ArrayLike, "tokens choices"]
+ChoiceWeights = Float[ArrayLike, "tokens choices"]
+TokenRows = Float[ArrayLike, "tokens width"]
+TokenRowsOutput = Float[Array, "tokens width"]
+TokenWhere = Bool[ArrayLike, "tokens"]
+SortedRows = Float[Array, "copies width"]
+RowsOfExperts = Float[ArrayLike, "copies width"]
+ExpertCounts = Integer[Array, "experts"]
+
 # Losses
 
 Logits = Float[ArrayLike, "*tokens vocabulary"]

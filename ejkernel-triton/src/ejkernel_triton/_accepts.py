@@ -116,6 +116,16 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "precision",
     ),
     "mean_pooling": ("cu_seqlens",),
+    "moe_permute": (),
+    "moe_route": (
+        "bias",
+        "scoring",
+        "num_groups",
+        "top_groups",
+        "normalize",
+        "scale",
+    ),
+    "moe_unpermute": ("weights",),
     "native_sparse_attention": (
         "sequence_starts",
         "return_lse",
