@@ -33,7 +33,7 @@ def decisions(operation, value):
     call = with_new_field(bound_shapes(operation, case, "bfloat16")[1], value)
     for target in TARGETS:
         request = Request(get_operation(operation), call, target, policy_for_call(operation, None))
-        for phase in PHASES:
+        for phase in PHASES if get_operation(operation).differentiable else PHASES[:1]:
             yield decide(request.saving_residuals() if phase == "backward" else request, phase)
 
 

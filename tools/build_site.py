@@ -60,8 +60,8 @@ REFERENCES = {
     ),
     "serving": Reference(
         "Serving",
-        "Attention over paged caches, and their updates.",
-        homes=("serving", "serving_pages", "serving_decode", "serving_updates", "latent_serving"),
+        "Attention over paged caches, their updates, and sampling.",
+        homes=("serving", "serving_pages", "serving_decode", "serving_updates", "latent_serving", "sampling"),
     ),
     "recurrences": Reference(
         "Recurrences",
@@ -71,14 +71,21 @@ REFERENCES = {
     "rows": Reference(
         "Norms, softmax, rotary embedding, pooling",
         "Functions over rows.",
-        homes=("norms", "probabilities", "rotary", "pooling"),
+        homes=("norms", "probabilities", "rotary", "pooling", "gates"),
         names=("ejkernel.LlamaRotaryEmbedding",),
     ),
     "products": Reference(
         "Matrix products, losses, quantization",
-        "Grouped, quantized and collective products; losses; packed weights.",
-        homes=("matmuls", "collectives", "losses", "divergences"),
-        names=("ejkernel.CrossEntropyOutput", "ejkernel.KLDivergenceOutput"),
+        "Grouped, quantized and collective products; mixtures of experts; losses; packed weights.",
+        homes=("matmuls", "mixture_of_experts", "collectives", "losses", "divergences"),
+        names=(
+            "ejkernel.MoeRouteOutput",
+            "ejkernel.MoePermuteOutput",
+            "ejkernel.moe_load_balancing_loss",
+            "ejkernel.moe_z_loss",
+            "ejkernel.CrossEntropyOutput",
+            "ejkernel.KLDivergenceOutput",
+        ),
         modules=("ejkernel.quantization",),
     ),
     "masks": Reference(

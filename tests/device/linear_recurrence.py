@@ -84,7 +84,8 @@ class Problem:
         """Compiled: a config of ours, None for XLA, "exact" for XLA from the same numbers in float32."""
         if isinstance(cfg, config.Config):
             return self.function(phase, kernel, cfg).lower(*self.values).compile()
-        xla_cfg = xla_config.CONFIGS.heuristic(self.call, current_target())
+        xla_space = xla_config.FORWARD if phase == "forward" else xla_config.BACKWARD
+        xla_cfg = xla_space.heuristic(self.call, current_target())
         found = self.function(phase, xla, xla_cfg)
         if cfg is None:
             return found.lower(*self.values).compile()

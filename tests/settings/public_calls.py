@@ -34,12 +34,13 @@ groups."""
 
 @dataclasses.dataclass(frozen=True)
 class PublicCall:
-    """A call with its array arguments in order of the signature."""
+    """A call with its array arguments in order of the signature; `differentiable`: it has gradients."""
 
     name: str
     arrays: dict[str, np.ndarray]
     axes: dict[str, str]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    differentiable: bool = True
 
     def run(self, arrays: dict[str, Any]) -> Any:
         return getattr(ejkernel, self.name)(**arrays, **self.options)
@@ -57,7 +58,8 @@ class PublicCall:
 
     @property
     def floating(self) -> list[str]:
-        return [name for name, value in self.arrays.items() if value.dtype == np.float32]
+        """Arrays that have gradients."""
+        return [name for name, value in self.arrays.items() if value.dtype == np.float32 and self.differentiable]
 
 
 def _floats(name: str, axes: str) -> np.ndarray:
@@ -102,6 +104,7 @@ _PAGES = "key_cache: p s k d, value_cache: p s k d"
 _SERVED = "kv_lens: r, block_tables: r w, query_start_loc: 3"
 _LATENT = "query: b t h 20, key_value: b t d, w_kc: d h 16, w_vc: d h v, b_k: b t e"
 
+_CHOICES = np.array([[0, 2], [1, 3], [3, 0], [2, 1], [-1, 0], [1, 2]], np.int32)
 _KV_LENS = np.array([6, 3], np.int32)
 _TABLES = np.array([[0, 2], [1, 3]], np.int32)
 _STARTS = np.array([0, 4, 6], np.int32)
@@ -116,6 +119,7 @@ def _dense() -> list[PublicCall]:
         _call("layer_norm", "x: b t d, scale: d, offset: d"),
         _call("fused_add_rms_norm", "x: b t d, residual: b t d, scale: d"),
         _call("softmax", "x: b t d"),
+        _call("gated_linear_unit", "gate: b t d, up: b t d", {"activation": "gelu"}),
         _call("rope", f"x: b t h d, {_ANGLES}"),
         _call("llama_rope", f"q: b t h d, k: b t k d, {_ANGLES}"),
         _call("fused_qk_norm_rope", f"q: b t h d, k: b t k d, {_ANGLES}, q_scale: d, k_scale: d"),
@@ -130,6 +134,13 @@ def _dense() -> list[PublicCall]:
         ),
         _call("fused_kl_divergence", "student_logits: b t d, teacher_logits: b t d"),
         _call("grouped_matmul", "lhs: n d, rhs: g d v, group_sizes: g", group_sizes=np.array([4, 2], np.int32)),
+        _call("moe_route", "logits: b t", {"k": 2, "scoring": "sigmoid"}),
+        _call("moe_permute", "x: n d, experts: n g", {"num_experts": 4}, experts=_CHOICES),
+        _call(
+            "moe_unpermute",
+            "rows: 12 d, positions: n g, weights: n g",
+            positions=np.argsort(_CHOICES.reshape(-1)).reshape(6, 2).astype(np.int32),
+        ),
         _call(
             "quantized_matmul",
             "x: b t 64, w: 64 8, scales: 64 1, zeros: 64 1",
@@ -137,6 +148,15 @@ def _dense() -> list[PublicCall]:
             w=lambda x: np.abs(x * 1000).astype(np.uint32),
         ),
         _call("scaled_matmul", "lhs: b t d, rhs: d v, lhs_scale: b t, rhs_scale: v", lhs=_in_float8, rhs=_in_float8),
+        dataclasses.replace(
+            _call(
+                "sample_tokens",
+                "logits: b d, key: 2",
+                {"top_k": 3, "top_p": 0.9, "return_logprobs": True},
+                key=np.array([1, 2], np.uint32),
+            ),
+            differentiable=False,
+        ),
         _call("flash_attention", _QKV, {"causal": True}),
         _call("attention", _QKV, {"causal": True, "dropout_prob": 0.25, "dropout_rng": 3, "deterministic": False}),
         _call("scaled_dot_product_attention", _QKV, {"causal": True}),

@@ -37,7 +37,10 @@ print(ejkernel.fused_cross_entropy(rows, integers).losses)  # mistake
 print(ejkernel.token_logprobs(rows, rows, integers).loss)  # mistake
 ejkernel.ragged_decode_attention(query, query, query, integers, integers, sliding_window=8)  # mistake
 ejkernel.quantized_matmul(rows, integers, rows, mode="int4")  # mistake
+ejkernel.moe_route(rows, 2, scoring="relu")  # mistake
 ejkernel.scaled_matmul(rows, rows, 0.5)  # mistake
+ejkernel.gated_linear_unit(rows, rows, activation="swish")  # mistake
+ejkernel.sample_tokens(rows)  # mistake
 ejkernel.rms_norm(rows, eps=1e-5)  # mistake
 FlashAttention()(query, query, query, casual=True)  # mistake
 RmsNorm(rows)  # mistake

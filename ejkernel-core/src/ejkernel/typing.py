@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 from jax.sharding import Mesh as _Mesh
 from jax.typing import DTypeLike as DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Float64, Integer, Key, Num, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Float64, Int32, Integer, Key, Num, Shaped, UInt32
 
 # Arrays and numbers
 
@@ -296,6 +296,10 @@ NewMixingState = Float32[Array, "batch 3 channels"] | Float64[Array, "batch 3 ch
 
 # Rows
 
+GateRows = Float[ArrayLike, "*rows channels"]
+GatedRows = Float[Array, "*rows _"]
+GateActivation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
+"""Activation of a gated linear unit."""
 WholeSequence = Shaped[ArrayLike, "*shape"]
 ReorderedSequence = Shaped[Array, "*shape"]
 Rows = Float[ArrayLike, "*shape"]
@@ -336,6 +340,21 @@ ShardedRows = Float[ArrayLike, "... _ _"]
 ShardedMatrix = Float[ArrayLike, "_ _"]
 ShardedProduct = Float[Array, "... _ _"]
 
+# Mixtures of experts
+
+RouterLogits = Float[ArrayLike, "tokens experts"]
+ExpertBias = Float[ArrayLike, "experts"]
+RouteWeights = Float32[Array, "tokens choices"] | Float64[Array, "tokens choices"]
+ChosenExperts = Integer[Array, "tokens choices"]
+ChoicesGiven = Integer[ArrayLike, "tokens choices"]
+ChoiceWeights = Float[ArrayLike, "tokens choices"]
+TokenRows = Float[ArrayLike, "tokens width"]
+TokenRowsOutput = Float[Array, "tokens width"]
+TokenWhere = Bool[ArrayLike, "tokens"]
+SortedRows = Float[Array, "copies width"]
+RowsOfExperts = Float[ArrayLike, "copies width"]
+ExpertCounts = Integer[Array, "experts"]
+
 # Losses
 
 Logits = Float[ArrayLike, "*tokens vocabulary"]
@@ -348,3 +367,11 @@ HeadBias = Float[ArrayLike, "_"]
 TeacherHidden = Float[ArrayLike, "*tokens teacher_width"]
 Loss = Float32[Array, "..."] | Float64[Array, "..."]
 TokenLogprobs = Float32[Array, "*tokens"] | Float64[Array, "*tokens"]
+
+# Sampling
+
+TokenKeys = Key[ArrayLike, "*keys"] | UInt32[ArrayLike, "*keys _"]
+PerToken = Scalar | Num[ArrayLike, "*tokens"]
+CountPerToken = TracedCount | Integer[ArrayLike, "*tokens"]
+SampledTokens = Int32[Array, "*tokens"]
+SampledLogprobs = Float32[Array, "*tokens"]

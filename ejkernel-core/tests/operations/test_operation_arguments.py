@@ -44,6 +44,7 @@ S = np.ones((2, 4, 8, 8), np.float32)
 IDS = np.zeros((2, 5), np.int32)
 FILTERS = np.ones((8, 4), np.float32)
 N8, ONE = np.ones((8, 8), jnp.float8_e4m3fn), np.float32(1)
+KEY = np.zeros(2, np.uint32)
 ROWS = np.ones((2, 3), np.int32)
 
 _ROPE = [
@@ -150,6 +151,17 @@ REFUSED: dict[str, list[Any]] = {
         ((X, X), {"direction": "jsd", "beta": -0.1}, ValueError, r"beta: got -0.1, expected a value in \[0, 1\]"),
         ((X, X), {"temperature": float("nan")}, ValueError, "temperature: got nan, expected a finite number"),
         ((X, X, C), {}, ValueError, r"student_head: got shape \(5, 4\), expected \[D, V\] with D = 8 as in student"),
+    ],
+    "gated_linear_unit": [
+        ((G2,), {}, TypeError, "gate: got dtype int32, expected a floating type"),
+        ((X[0, 0, 0],), {}, ValueError, r"gate: got shape \(\), expected at least one axis"),
+        ((X[..., :5],), {}, ValueError, "gate: got 5 channels, expected an even number of them, gate and up, beside up=None"),
+        ((X, X[:1]), {}, ValueError, r"up: got shape \(1, 3, 8\), expected \(2, 3, 8\) = shape of gate"),
+        ((X, X.astype(np.float16)), {}, TypeError, "up: got dtype float16, expected float32 as gate"),
+        ((X, X), {"activation": "swish"}, ValueError, "activation: got 'swish', expected one of silu, gelu, gelu_tanh, relu"),
+        ((X, X), {"activation": "relu", "alpha": 2}, ValueError, "alpha: got 2.0, expected 1 beside activation 'relu'; it is"),
+        ((X, X), {"limit": -1}, ValueError, "limit: got -1.0, expected a value >= 0"),
+        ((X, X), {"up_offset": np.inf}, ValueError, "up_offset: got inf, expected a finite number"),
     ],
     "grouped_matmul": [
         ((X[0], X, G2), {}, ValueError, r"rhs: got shape \(2, 3, 8\), expected \[G, K, N\] with K = 8 as in lhs"),
@@ -298,6 +310,69 @@ REFUSED: dict[str, list[Any]] = {
     "rope": [
         ((Q, None, None, C), {}, TypeError, r"cos: got None, expected an array; LlamaRotaryEmbedding"),
         *_ROPE,
+    ],
+    "sample_tokens": [
+        ((G2, KEY), {}, TypeError, "logits: got dtype int32, expected a floating type"),
+        ((X[0, :, :0], KEY), {}, ValueError, r"logits: got shape \(3, 0\), expected \[..., V\] with V of at least 1"),
+        ((X[0], None), {}, TypeError, "key: got NoneType, expected a key of jax.random, or one for each row"),
+        ((X[0], G2), {}, TypeError, "key: got dtype int32, expected a key of jax.random"),
+        (
+            (X[0], np.zeros(3, np.uint32)),
+            {},
+            ValueError,
+            r"key: got uint32 of shape \(3,\), expected 2 or 4 words for each key",
+        ),
+        ((X[0], np.zeros((2, 2), np.uint32)), {}, ValueError, r"key: got keys of shape \(2,\), expected one key, or \(3,\)"),
+        ((X[0], KEY, X[0]), {}, ValueError, r"temperature: got shape \(3, 8\), expected one number, or \(3,\)"),
+        (
+            (X[0], KEY, X[0, :, 0] > 0),
+            {},
+            TypeError,
+            "temperature: got dtype bool, expected a real number, or one for each row",
+        ),
+        ((X[0], KEY, 1.0, X[0, :, 0]), {}, TypeError, "top_k: got float32, expected an int, or integers, one for each row"),
+        ((X[0], KEY, 1.0, None, X[0, :2, 0]), {}, ValueError, r"top_p: got shape \(2,\), expected one number, or \(3,\)"),
+        ((X[0], KEY, 1.0, None, None, None, X[0]), {}, TypeError, "token_mask: got dtype float32, expected bool; True marks"),
+        (
+            (X[0], KEY, 1.0, None, None, None, X[0, :2] > 0),
+            {},
+            ValueError,
+            r"token_mask: got shape \(2, 8\), expected a shape that broadcasts to \(3, 8\) = logits",
+        ),
+        ((X[0], KEY), {"return_logprobs": 1}, TypeError, "return_logprobs: got 1, expected a bool"),
+    ],
+    "moe_permute": [
+        ((X, ROWS), {"num_experts": 4}, ValueError, "x: got shape .* with 3 axes, expected 2 axes"),
+        ((X[0], ROWS), {"num_experts": 4}, ValueError, r"experts: got shape \(2, 3\), expected \(3, 3\) = \[T, k\]"),
+        (
+            (X[0, :2], ROWS[:, :0]),
+            {"num_experts": 4},
+            ValueError,
+            r"experts: got shape \(2, 0\), expected \(2, 1\) = .* k >= 1",
+        ),
+        ((X[0, :2], X[0, :2]), {"num_experts": 4}, TypeError, "experts: got dtype float32, expected integers"),
+        ((X[0, :2], ROWS), {"num_experts": 0}, ValueError, "num_experts: got 0, expected at least 1"),
+        ((X[0, :2], ROWS), {"num_experts": 4.0}, TypeError, "num_experts: got 4.0, expected an int"),
+    ],
+    "moe_route": [
+        ((X,), {"k": 2}, ValueError, "logits: got shape .* with 3 axes, expected 2 axes"),
+        ((ROWS,), {"k": 2}, TypeError, "logits: got dtype int32, expected a floating type"),
+        ((X[0], EIGHT[:5]), {"k": 2}, ValueError, r"bias: got shape \(5,\), expected \(8,\) = \[E\]"),
+        ((X[0],), {"k": 0}, ValueError, "k: got 0, expected at least 1"),
+        ((X[0],), {"k": 9}, ValueError, "k: got 9, expected at most 8, the experts"),
+        ((X[0],), {"k": 2, "scoring": "relu"}, ValueError, "scoring: got 'relu', expected 'softmax' or 'sigmoid'"),
+        ((X[0],), {"k": 2, "num_groups": 3}, ValueError, "num_groups: got 3, expected a divisor of 8 = E"),
+        ((X[0],), {"k": 2, "num_groups": 4, "top_groups": 5}, ValueError, "top_groups: got 5, expected at most num_groups = 4"),
+        ((X[0],), {"k": 5, "num_groups": 4, "top_groups": 2}, ValueError, "k: got 5, expected at most 4, .* in 2 of 4 groups"),
+        ((X[0],), {"k": 2, "normalize": 1}, TypeError, "normalize: got 1, expected a bool"),
+        ((X[0],), {"k": 2, "scale": float("inf")}, ValueError, "scale: got inf, expected a finite number"),
+    ],
+    "moe_unpermute": [
+        ((X[0], ROWS), {}, ValueError, r"rows: got 3 rows, expected 6 = T \* k of positions \(2, 3\)"),
+        ((X[0], ROWS[0]), {}, ValueError, "positions: got shape .* with 1 axes, expected 2 axes"),
+        ((X[0], X[0]), {}, TypeError, "positions: got dtype float32, expected integers"),
+        ((X.reshape(6, 8), ROWS, EIGHT), {}, ValueError, r"weights: got shape \(8,\), expected \(2, 3\) = \[T, k\]"),
+        ((X.reshape(6, 8), ROWS, ROWS), {}, TypeError, "weights: got dtype int32, expected a floating type"),
     ],
     "scaled_matmul": [
         ((X[0], N8, ONE, ONE), {}, TypeError, "lhs: got dtype float32, expected int8, float8_e4m3fn or float8_e5m2; divide it"),

@@ -73,6 +73,13 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "precision",
         "return_lse",
     ),
+    "gated_linear_unit": (
+        "up",
+        "activation",
+        "alpha",
+        "limit",
+        "up_offset",
+    ),
     "grouped_matmul": (
         "group_offset",
         "existing_out",
@@ -109,6 +116,16 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "precision",
     ),
     "mean_pooling": ("cu_seqlens",),
+    "moe_permute": (),
+    "moe_route": (
+        "bias",
+        "scoring",
+        "num_groups",
+        "top_groups",
+        "normalize",
+        "scale",
+    ),
+    "moe_unpermute": ("weights",),
     "native_sparse_attention": (
         "sequence_starts",
         "return_lse",
@@ -155,6 +172,14 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
     "rwkv4": (
         "state",
         "return_state",
+    ),
+    "sample_tokens": (
+        "top_k",
+        "top_p",
+        "min_p",
+        "token_mask",
+        "static_top_k",
+        "return_logprobs",
     ),
     "selective_scan": (
         "D",

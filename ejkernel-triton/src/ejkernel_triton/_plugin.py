@@ -20,6 +20,7 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
         supports=f"{package}.capability:supports_{phase}",
         configs=f"{package}.config:{phase.upper()}",
         accepts=ACCEPTS[operation],
+        lowered_from="ejkernel_triton._jax_triton:lowered_from",
     )
 
 
@@ -41,11 +42,15 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("cross_entropy"),
             *_both_phases("delta_rule"),
             *_both_phases("flash_attention"),
+            *_both_phases("gated_linear_unit"),
             *_both_phases("grouped_matmul"),
             _implementation("latent_paged_attention", "forward"),
             *_both_phases("layer_norm"),
             *_both_phases("linear_recurrence"),
             *_both_phases("mean_pooling"),
+            *_both_phases("moe_permute"),
+            *_both_phases("moe_route"),
+            *_both_phases("moe_unpermute"),
             *_both_phases("native_sparse_attention"),
             _implementation("paged_attention", "forward"),
             _implementation("paged_cache_update", "forward"),
@@ -53,6 +58,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("rms_norm"),
             *_both_phases("rope"),
             *_both_phases("rwkv4"),
+            _implementation("sample_tokens", "forward"),
             *_both_phases("selective_scan"),
             *_both_phases("softmax"),
             _implementation("sparse_latent_attention", "forward"),

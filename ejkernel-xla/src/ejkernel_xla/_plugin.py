@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from ejkernel.plugin import API_LEVEL, Implementation, Plugin, hookimpl
+from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
 from ejkernel_xla._accepts import ACCEPTS
 
 
 def _both_phases(operation: str, prefix: str = "", configs: str | None = None, **record: object) -> tuple[Implementation, ...]:
-    """Plain JAX code for both phases of one operation, `ejkernel_xla.<operation>:<prefix>forward` and `...backward`.
+    """Plain JAX code for both phases of one operation, `ejkernel_xla.<operation>:<prefix>forward` and `...backward`."""
+    return _phases(operation, ("forward", "backward"), prefix, configs, **record)
 
-    `{phase}` in configs becomes FORWARD or BACKWARD.
-    """
+
+def _phases(
+    operation: str, phases: tuple[Phase, ...], prefix: str = "", configs: str | None = None, **record: object
+) -> tuple[Implementation, ...]:
+    """As `_both_phases`, of these phases. `{phase}` in configs becomes FORWARD or BACKWARD."""
     record = {"partitioning": "native", "plain_jax": True, **record}
     return tuple(
         Implementation(
@@ -20,7 +24,7 @@ def _both_phases(operation: str, prefix: str = "", configs: str | None = None, *
             accepts=ACCEPTS[operation],
             **{**record, "configs": configs and configs.format(phase=phase.upper())},  # pyright: ignore[reportArgumentType]
         )
-        for phase in ("forward", "backward")
+        for phase in phases
     )
 
 
@@ -42,6 +46,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("cross_entropy", configs="ejkernel_xla._vocabulary:CONFIGS"),
             *_both_phases("delta_rule", configs="ejkernel_xla.delta_rule.config:{phase}"),
             *_both_phases("flash_attention", configs="ejkernel_xla.flash_attention.config:CONFIGS"),
+            *_both_phases("gated_linear_unit"),
             *_both_phases("grouped_matmul", configs="ejkernel_xla.grouped_matmul.config:CONFIGS"),
             *_both_phases("kl_divergence", configs="ejkernel_xla._vocabulary:CONFIGS"),
             *_both_phases("latent_paged_attention", configs="ejkernel_xla.latent_paged_attention.kernel:CONFIGS"),
@@ -49,6 +54,9 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("linear_cross_entropy", configs="ejkernel_xla.linear_cross_entropy.kernel:CONFIGS"),
             *_both_phases("linear_recurrence", configs="ejkernel_xla.linear_recurrence.config:{phase}"),
             *_both_phases("mean_pooling"),
+            *_both_phases("moe_permute"),
+            *_both_phases("moe_route"),
+            *_both_phases("moe_unpermute"),
             *_both_phases("native_sparse_attention", configs="ejkernel_xla.native_sparse_attention.config:CONFIGS"),
             *_both_phases("paged_attention", configs="ejkernel_xla.paged_attention.config:CONFIGS"),
             *_both_phases("paged_cache_update"),
@@ -57,6 +65,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("rms_norm"),
             *_both_phases("rope"),
             *_both_phases("rwkv4", configs="ejkernel_xla.rwkv4.config:CONFIGS"),
+            *_phases("sample_tokens", ("forward",)),
             *_both_phases("scaled_matmul", configs="ejkernel_xla.scaled_matmul.config:CONFIGS"),
             *_both_phases("selective_scan", configs="ejkernel_xla.selective_scan.config:CONFIGS"),
             *_both_phases("softmax"),

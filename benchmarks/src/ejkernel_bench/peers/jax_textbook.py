@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -163,6 +164,21 @@ def _causal_conv1d(call: Any, inputs: Any) -> Function | str:
     return convolution
 
 
+def _gated_linear_unit(call: Any, inputs: Any) -> Function | str:
+    """In the arrays' own dtype."""
+    if (call.alpha, call.limit, call.up_offset) != (1.0, None, 0.0):
+        return "has alpha, limit or up_offset"
+    activations = {"silu": jax.nn.silu, "relu": jax.nn.relu, "sigmoid": jax.nn.sigmoid}
+    for name in ("gelu", "gelu_tanh"):
+        activations[name] = functools.partial(jax.nn.gelu, approximate=name == "gelu_tanh")
+
+    def unit(inputs: Any) -> Mapping[str, Any]:
+        gate, up = jnp.split(inputs.gate, 2, axis=-1) if inputs.up is None else inputs
+        return {"out": activations[call.activation](gate) * up}
+
+    return unit
+
+
 def _scaled_matmul(call: Any, inputs: Any) -> Function:
     """The plain product in bfloat16, which holds what is stored."""
 
@@ -174,6 +190,47 @@ def _scaled_matmul(call: Any, inputs: Any) -> Function:
         return {"out": (out * lhs_scale[:, :, None] * rhs_scale[:, None, :]).astype(call.out_dtype)}
 
     return product
+
+
+def _moe_route(call: Any, inputs: Any) -> Function | str:
+    if call.scoring != "softmax" or call.bias is not None or call.num_groups > 1:
+        return "written out for softmax without bias and groups only"
+
+    def route(inputs: Any) -> Mapping[str, Any]:
+        scores = jax.nn.softmax(inputs.logits.astype(jnp.float32), axis=-1)
+        weights, experts = jax.lax.top_k(scores, call.k)
+        if call.normalize:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return {"weights": call.scale * weights, "experts": experts}
+
+    return route
+
+
+def _moe_permute(call: Any, inputs: Any) -> Function:
+    """Every copy has an expert."""
+
+    def permute(inputs: Any) -> Mapping[str, Any]:
+        experts = inputs.experts[0].reshape(-1)
+        order = jnp.argsort(experts, stable=True)
+        return {
+            "rows": inputs.x[0][order // call.experts.shape[2]][None],
+            "group_sizes": jnp.bincount(experts, length=call.num_experts).astype(jnp.int32)[None],
+            "positions": jnp.argsort(order).astype(jnp.int32).reshape(call.experts.shape),
+        }
+
+    return permute
+
+
+def _moe_unpermute(call: Any, inputs: Any) -> Function:
+    """Every copy has a row."""
+
+    def unpermute(inputs: Any) -> Mapping[str, Any]:
+        parts = inputs.rows[0][inputs.positions[0]].astype(jnp.float32)
+        if inputs.weights is not None:
+            parts = parts * inputs.weights[0].astype(jnp.float32)[:, :, None]
+        return {"out": jnp.sum(parts, axis=1).astype(inputs.rows.dtype)[None]}
+
+    return unpermute
 
 
 PEERS = (
@@ -190,7 +247,11 @@ PEERS = (
             "linear_cross_entropy": _linear_cross_entropy,
             "mean_pooling": _mean_pooling,
             "causal_conv1d": _causal_conv1d,
+            "gated_linear_unit": _gated_linear_unit,
             "scaled_matmul": _scaled_matmul,
+            "moe_route": _moe_route,
+            "moe_permute": _moe_permute,
+            "moe_unpermute": _moe_unpermute,
         },
     ),
 )

@@ -352,6 +352,8 @@ def run_auto(layout: Layout, run: Run, arguments: tuple[Any, ...], results: Any)
     whole = [PartitionSpec() for _ in phase.results]
     if not result_shapes:  # a computation without results has no rule
         return phase.whole((), whole, axes)
+    if not shapes:  # nor has one without operands, whose results do not depend on the mesh
+        return phase.whole(phase.local((), {}, None), whole, axes)
 
     def flat(*leaves: Any) -> Any:
         return phase.local(leaves, {}, None)

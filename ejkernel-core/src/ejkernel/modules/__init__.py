@@ -31,6 +31,7 @@ from ejkernel.modules.deltas import (
 )
 from ejkernel.modules.divergences import FusedKLDivergence, KLDivergenceOutput, fused_kl_divergence
 from ejkernel.modules.dot_product import ScaledDotProductAttention, scaled_dot_product_attention
+from ejkernel.modules.gates import GatedLinearUnit, gated_linear_unit
 from ejkernel.modules.latent import FlashMLA, MultiHeadLatentAttention, flash_mla, multi_head_latent_attention
 from ejkernel.modules.latent_serving import (
     MultiLatentRaggedPageAttention,
@@ -53,6 +54,18 @@ from ejkernel.modules.matmuls import (
     grouped_matmul,
     quantized_matmul,
     scaled_matmul,
+)
+from ejkernel.modules.mixture_of_experts import (
+    MoePermute,
+    MoePermuteOutput,
+    MoeRoute,
+    MoeRouteOutput,
+    MoeUnpermute,
+    moe_load_balancing_loss,
+    moe_permute,
+    moe_route,
+    moe_unpermute,
+    moe_z_loss,
 )
 from ejkernel.modules.norms import (
     FusedAddRmsNorm,
@@ -104,6 +117,7 @@ from ejkernel.modules.rotary import (
     llama_rope,
     rope,
 )
+from ejkernel.modules.sampling import SampleTokens, sample_tokens
 from ejkernel.modules.serving import RaggedPageAttentionv2, UnifiedAttention, ragged_page_attention_v2, unified_attention
 from ejkernel.modules.serving_decode import DecodeAttention, RaggedDecodeAttention, decode_attention, ragged_decode_attention
 from ejkernel.modules.serving_pages import PageAttention, PrefillPageAttention, page_attention, prefill_page_attention
@@ -159,6 +173,7 @@ __all__ = [
     "GatedDeltaRule",
     "GatedDeltaRuleConfig",
     "GatedLinearAttention",
+    "GatedLinearUnit",
     "GatedRmsNorm",
     "GroupedMatmul",
     "GroupedMatmulConfig",
@@ -170,6 +185,11 @@ __all__ = [
     "LlamaRotaryEmbedding",
     "Mamba3",
     "MeanPooling",
+    "MoePermute",
+    "MoePermuteOutput",
+    "MoeRoute",
+    "MoeRouteOutput",
+    "MoeUnpermute",
     "MultiHeadLatentAttention",
     "MultiLatentRaggedPageAttention",
     "MultiLatentRaggedPageAttentionConfig",
@@ -196,6 +216,7 @@ __all__ = [
     "RingAttentionConfig",
     "RmsNorm",
     "Rope",
+    "SampleTokens",
     "ScaledDotProductAttention",
     "ScaledDotProductAttentionConfig",
     "ScaledMatmul",
@@ -224,6 +245,7 @@ __all__ = [
     "fused_qk_norm_rope",
     "gated_delta_product",
     "gated_delta_rule",
+    "gated_linear_unit",
     "gated_rms_norm",
     "gla",
     "gla_attention",
@@ -236,6 +258,11 @@ __all__ = [
     "mamba3",
     "mean_pooling",
     "mlstm",
+    "moe_load_balancing_loss",
+    "moe_permute",
+    "moe_route",
+    "moe_unpermute",
+    "moe_z_loss",
     "multi_head_latent_attention",
     "multi_latent_ragged_page_attention",
     "multi_latent_ragged_page_attention_v2",
@@ -260,6 +287,7 @@ __all__ = [
     "rwkv6",
     "rwkv7",
     "rwkv7_mul",
+    "sample_tokens",
     "scaled_dot_product_attention",
     "scaled_matmul",
     "softmax",

@@ -152,7 +152,10 @@ class Problem:
         return explain_request(self.request())
 
     def refusal(self, phase: Phase = "forward") -> str | None:
-        """Why the platform under test does not run a phase; None if it does, or leaves it to others for having no code for it."""
+        """Why the platform under test does not run a phase; None if it does, or leaves it to others for having no code for it, or
+        if there is nothing to run, as in the backward phase of an operation without gradients."""
+        if phase == "backward" and not self.owner.differentiable:
+            return None
         explanation = self.explain()
         decision = explanation.forward if phase == "forward" else explanation.backward
         own = [verdict for verdict in decision.verdicts if is_of(verdict.candidate, self.platform)]
@@ -221,6 +224,8 @@ class Problem:
 
     @functools.cached_property
     def expected_gradients(self) -> dict[str, Any]:
+        if not self.owner.differentiable:
+            return {}
         outputs = self.expected_outputs
         cotangents = self.owner.Outputs(**{**dict.fromkeys(outputs._fields), **as_reference(self.cotangents)})
         call = dataclasses.replace(self.bound.call, save_residuals=True)

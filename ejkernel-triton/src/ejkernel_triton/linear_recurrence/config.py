@@ -156,14 +156,35 @@ def _segment(call: LinearRecurrenceCall) -> int:
     return 1024 if rows * length // 1024 >= 512 else 512
 
 
+_FILLING = 96
+"""Programs of whole sequences that keep a large device busy: three quarters of an H100's multiprocessors."""
+
+
 def _whole(call: LinearRecurrenceCall) -> bool:
     batch, length = call.query.shape[:2]
     return call.cu_seqlens is None and (length <= 512 or batch * call.heads[1] >= 1024)
 
 
+def _in_one_pass(model: _Model) -> Config | None:
+    """Long bfloat16 sequences without decays per channel on Hopper, H100 at T8192 D128: whole sequences read keys and values once,
+    in 0.22 instead of 0.36 ms for 64 heads without decays; where they are too few programs, all channels of a value of 128 in eight
+    warps take 0.17 instead of 0.19 ms for 32 heads with scalar decays."""
+    call = model.call
+    batch, length = call.query.shape[:2]
+    if call.cu_seqlens is not None or model.per_channel or model.wide or not model.on_warpgroups or length <= 512:
+        return None
+    rows = batch * call.heads[1]
+    found = []
+    if rows * -(-model.channels // 64) >= _FILLING:
+        found.append(Config(64, 0, min(model.channels, 64), 4, 3))
+    if model.channels == 128 and rows * (length // 2048) >= _FILLING:
+        found.append(Config(64, 2048, 128, 8, 3))
+    return next((config for config in found if model.fits(config)), None)
+
+
 def forward_heuristic(call: LinearRecurrenceCall, target: Target) -> Config:
     model = _Model(call, target, backward=False)
-    return _preferred(model, 0 if _whole(call) else _segment(call))
+    return _in_one_pass(model) or _preferred(model, 0 if _whole(call) else _segment(call))
 
 
 def backward_heuristic(call: LinearRecurrenceCall, target: Target) -> Config:

@@ -40,15 +40,20 @@ def skip_refused(problem: Problem) -> None:
 
 
 def _floating(arrays: dict[str, Any]) -> list[str]:
-    """Array arguments that have a gradient. Pytrees (mask descriptions) are left alone."""
+    """Floating array arguments. Pytrees (mask descriptions) are left alone."""
     return [n for n, a in arrays.items() if isinstance(a, jax.Array) and has_gradient(a)]
+
+
+def _with_gradients(problem: Problem, arrays: dict[str, Any]) -> list[str]:
+    """The same, none of an operation without gradients."""
+    return _floating(arrays) if problem.owner.differentiable else []
 
 
 def value_and_gradients(problem: Problem) -> Callable[[dict[str, Any]], Any]:
     """Public outputs and the gradients of a fixed random projection of them, as a function of the array arguments."""
 
     def run(arrays: dict[str, Any]) -> Any:
-        names = _floating(arrays)
+        names = _with_gradients(problem, arrays)
 
         def outputs(values: dict[str, Any]) -> Any:
             return problem.owner.invoke({**arrays, **values}, problem.case.options, platform=problem.platform)
@@ -174,7 +179,7 @@ def test_checkpoint(transformed: Problem, policy: str) -> None:
         out = owner.invoke({**transformed.arrays, **values}, transformed.case.options, platform=transformed.platform)
         return sum(_projected(leaf, index) for index, leaf in enumerate(jax.tree.leaves(out)))
 
-    values = {name: transformed.arrays[name] for name in _floating(transformed.arrays)}
+    values = {name: transformed.arrays[name] for name in _with_gradients(transformed, transformed.arrays)}
     expected = jax.jit(jax.grad(loss))(values)
     _assert_same(policy, transformed, jax.jit(jax.grad(jax.checkpoint(loss, policy=policies[policy])))(values), expected)
 
@@ -203,6 +208,8 @@ def test_plain_jax_second_derivatives(transformed: Problem) -> None:
     if not plain:
         pytest.skip(f"{transformed.platform} has no plain JAX code for {transformed.operation}; it would need plain_jax=True")
     skip_refused(transformed)
+    if not transformed.owner.differentiable:
+        pytest.skip(f"{transformed.operation} has no gradients")
     values = {name: transformed.arrays[name] for name in _floating(transformed.arrays)}
     rng = np.random.default_rng(seed_of("direction", transformed.operation))
     direction = {name: jnp.asarray(rng.standard_normal(value.shape), value.dtype) for name, value in values.items()}

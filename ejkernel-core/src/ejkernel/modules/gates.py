@@ -1,0 +1,52 @@
+"""Gated linear units."""
+
+from __future__ import annotations
+
+from ejkernel import typing as t
+from ejkernel._pipeline.arguments import public
+from ejkernel.modules._class_api import class_form
+from ejkernel.operations.gated_linear_unit.interface import OPERATION as _GATED_LINEAR_UNIT
+
+
+@public()
+def gated_linear_unit(
+    gate: t.GateRows,
+    up: t.GateRows | None = None,
+    *,
+    activation: t.GateActivation = "silu",
+    alpha: t.Number = 1.0,
+    limit: t.Number | None = None,
+    up_offset: t.Number = 0.0,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.GatedRows:
+    """`act(gate) * up`, between the products of a feed-forward layer: SwiGLU, GeGLU, ReGLU, GLU.
+
+    With the options: `act(min(gate, limit)) * (clip(up, -limit, limit) + up_offset)`.
+
+    Args:
+        gate: `[..., F]`, float32, bfloat16 or float16; or `[..., 2 F]`, the gate then up, beside up=None.
+        up: like gate; None = the second half of gate.
+        activation: "silu" (SwiGLU), "gelu" (exact) or "gelu_tanh" (GeGLU), "relu" (ReGLU), "sigmoid" (GLU).
+        alpha: silu is `x * sigmoid(alpha * x)`.
+        limit: at least 0; None = none.
+        up_offset: added to up.
+        platform: None or "auto", one platform, or several in order of preference.
+        cfg: config override for the chosen implementation.
+
+    Returns:
+        `[..., F]` in the dtype of gate. Float32 inside, rounded once; backward forms the activation again from gate and up.
+
+    Raises:
+        ValueError: a shape or value does not fit.
+        TypeError: a dtype does not fit.
+        NoKernelError: no admitted platform supports the call.
+
+    Source: Shazeer, GLU variants improve transformer, 2020. alpha=1.702, limit=7, up_offset=1 are those of gpt-oss, which
+        stores gate and up interleaved: pass `x[..., ::2], x[..., 1::2]`.
+    """
+    options = {"activation": activation, "alpha": alpha, "limit": limit, "up_offset": up_offset}
+    return _GATED_LINEAR_UNIT.invoke({"gate": gate, "up": up}, options, platform=platform, cfg=cfg)
+
+
+GatedLinearUnit = class_form("GatedLinearUnit", gated_linear_unit)

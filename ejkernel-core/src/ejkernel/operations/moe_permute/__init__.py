@@ -1,0 +1,1 @@
+"""Copies of tokens in the order of their experts."""

@@ -1,0 +1,1 @@
+"""Choice of experts for each token."""

@@ -1,0 +1,1 @@
+"""Next tokens drawn from logits."""

@@ -1,0 +1,1 @@
+"""Copies of tokens at positions among sorted rows."""

@@ -1,0 +1,1 @@
+"""Sorting tokens by experts in Triton."""

@@ -1,0 +1,1 @@
+"""Weighted sums of what experts return, in Triton."""

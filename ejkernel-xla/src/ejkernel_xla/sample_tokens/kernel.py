@@ -1,0 +1,124 @@
+"""Thresholds without a sort: the bits of floats are ordered as integers, on which a bisection finds the smallest logit kept.
+
+A top_k that is known when the program is built takes `lax.top_k`, and a top_p beside it only looks at those k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.operations.sample_tokens.interface import NO_TOKEN, SampleTokensCall, SampleTokensInputs, SampleTokensOutputs
+from ejkernel.operations.sample_tokens.noise import LARGEST, bits
+from ejkernel.utils.dtypes import accumulator
+
+
+def _ordered(x: Any) -> Any:
+    """Integers in the order of floats, both zeros alike."""
+    word = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}[x.dtype.itemsize]
+    found = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0, x), word)
+    return jnp.where(found < 0, found ^ jnp.iinfo(word).max, found)
+
+
+def _smallest_kept(kept: Callable[[Any], Any], ordered: Any, largest: Any) -> Any:
+    """The smallest integer that is kept, `[b, n, 1]`, where `kept` rises; the largest logit is kept whatever it says."""
+    least = jnp.full_like(largest, jnp.iinfo(ordered.dtype).min)
+
+    def halve(bounds: Any) -> Any:
+        low, high = bounds
+        middle = (low & high) + ((low ^ high) >> 1)  # their mean, without an overflow
+        found = kept(middle)
+        return jnp.where(found, low, middle), jnp.where(found, middle, high)
+
+    def apart(bounds: Any) -> Any:
+        low, high = bounds
+        return jnp.any(((low & high) + ((low ^ high) >> 1)) != low)
+
+    return jax.lax.while_loop(apart, halve, (least, largest))[1]
+
+
+def _total(weights: Any) -> Any:
+    return jnp.sum(weights, axis=-1, keepdims=True)
+
+
+def _weights(x: Any, largest: Any, temperature: Any) -> tuple[Any, Any]:
+    """Log weights in the accumulator's dtype, and weights. At temperature 0, 0 of the largest and -inf elsewhere."""
+    wide = accumulator(x.dtype)
+    cold = temperature <= 0
+    divisor = jnp.where(cold, 1, temperature).astype(wide)
+    log_weights = (x.astype(wide) - largest.astype(wide)) / divisor
+    log_weights = jnp.where(cold | (x == -jnp.inf), -jnp.inf, log_weights)
+    log_weights = jnp.where(x == largest, 0, log_weights)
+    return log_weights, jnp.exp(log_weights)
+
+
+def _top_k(top_k: Any, ordered: Any, largest: Any) -> Any:
+    """The threshold of top_k `[b, n, 1]`."""
+
+    def kept(middle: Any) -> Any:
+        return jnp.sum(ordered > middle, axis=-1, keepdims=True, dtype=jnp.int32) < top_k
+
+    return jnp.where(top_k >= 1, _smallest_kept(kept, ordered, largest), jnp.iinfo(ordered.dtype).min)
+
+
+def _top_p(needed: Any, ordered: Any, weights: Any, largest: Any) -> Any:
+    """The threshold of top_p: the larger tokens weigh less than what is needed."""
+    return _smallest_kept(lambda middle: _total(jnp.where(ordered > middle, weights, 0)) < needed, ordered, largest)
+
+
+def _top_p_of_sorted(needed: Any, ordered: Any, weights: Any, largest: Any) -> Any:
+    """The same, of tokens that are sorted."""
+    first = jnp.concatenate([jnp.ones_like(ordered[..., :1], bool), ordered[..., 1:] != ordered[..., :-1]], axis=-1)
+    before = jnp.where(first, jnp.cumsum(weights, axis=-1) - weights, 0)
+    before = jax.lax.cummax(before, axis=before.ndim - 1)  # for equals, of the first of them
+    return jnp.min(jnp.where(before < needed, ordered, largest), axis=-1, keepdims=True)
+
+
+def _kept(call: SampleTokensCall, inputs: SampleTokensInputs, x: Any, largest: Any, log_weights: Any, weights: Any) -> Any:
+    """Which tokens may be drawn."""
+    kept = log_weights > -jnp.inf
+    ordered, most = _ordered(x), _ordered(largest)
+    top: Any = None
+    places: Any = None
+    if call.static_top_k is not None:
+        values, places = jax.lax.top_k(x.astype(accumulator(x.dtype)), call.static_top_k)
+        top = _ordered(values.astype(x.dtype))
+        kept = kept & (ordered >= top[..., -1:])
+    elif inputs.top_k is not None:
+        kept = kept & (ordered >= _top_k(jnp.expand_dims(inputs.top_k, -1), ordered, most))
+    if inputs.top_p is not None:
+        top_p = jnp.expand_dims(inputs.top_p, -1).astype(weights.dtype)
+        needed = jnp.where(top_p >= 1, jnp.inf, top_p * _total(jnp.where(kept, weights, 0)))
+        if top is None:
+            least = _top_p(needed, ordered, weights, most)
+        else:
+            least = _top_p_of_sorted(needed, top, jnp.take_along_axis(weights, places, axis=-1), most)
+        kept = kept & (ordered >= least)
+    if inputs.min_p is not None:
+        kept = kept & ((weights >= jnp.expand_dims(inputs.min_p, -1).astype(weights.dtype)) | (x == largest))
+    return kept
+
+
+def forward(call: SampleTokensCall, inputs: SampleTokensInputs, config: None) -> SampleTokensOutputs:
+    x = inputs.logits if inputs.token_mask is None else jnp.where(inputs.token_mask, inputs.logits, -jnp.inf)
+    temperature = jnp.expand_dims(inputs.temperature, -1)
+    largest = jnp.max(x, axis=-1, keepdims=True)  # NaN if there is one
+    valid = largest > -jnp.inf
+    for setting in (inputs.temperature, inputs.top_p, inputs.min_p):
+        valid = valid if setting is None else valid & ~jnp.isnan(jnp.expand_dims(setting, -1))
+    log_weights, weights = _weights(x, largest, temperature)
+    kept = _kept(call, inputs, x, largest, log_weights, weights)
+    tokens = jax.lax.broadcasted_iota(jnp.uint32, (1, 1, x.shape[2]), 2)
+    uniform = bits(inputs.streams, tokens).astype(weights.dtype) * 2.0**-32 + 2.0**-33
+    noise = -jnp.log(-jnp.log1p(-jnp.minimum(uniform, LARGEST)))
+    score = jnp.where(kept, log_weights + jnp.where(temperature <= 0, 0, noise), -jnp.inf)
+    drawn = jnp.argmax(score, axis=-1).astype(jnp.int32)
+    outputs = jnp.where(valid[..., 0], drawn, NO_TOKEN)
+    if not call.return_logprobs:
+        return SampleTokensOutputs(outputs)
+    chosen = jnp.take_along_axis(log_weights, jnp.expand_dims(drawn, -1), axis=-1)
+    logprobs = jnp.where(temperature <= 0, 0, chosen - jnp.log(_total(jnp.where(kept, weights, 0))))
+    return SampleTokensOutputs(outputs, jnp.where(valid, logprobs, jnp.nan)[..., 0].astype(jnp.float32))
