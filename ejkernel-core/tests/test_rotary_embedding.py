@@ -123,6 +123,9 @@ def test_layer_types_and_older_spellings() -> None:
     assert LlamaRotaryEmbedding.from_config(neox).dim == 16
     assert LlamaRotaryEmbedding.from_config({"rope_theta": 1e4, "rotary_dim": 24, "head_dim": 64}).dim == 24
     assert LlamaRotaryEmbedding.from_config({"rope_theta": 1e4}, head_size=32).dim == 32
+    latent = {"rope_theta": 1e4, "head_dim": 64, "qk_rope_head_dim": 16, "partial_rotary_factor": 0.25}
+    assert LlamaRotaryEmbedding.from_config(latent).dim == 16  # the same said twice
+    assert LlamaRotaryEmbedding.from_config(latent, head_size=32).dim == 8
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,9 @@ class LlamaRotaryEmbedding:
         Args:
             config: the mapping in a model's `config.json`. Read are `rope_parameters`, or `rope_theta` (`rotary_emb_base`) and
                 `rope_scaling`; `partial_rotary_factor` (`rotary_pct`, `rotary_dim`), `max_position_embeddings`,
-                `original_max_position_embeddings`, `rope_local_base_freq`, and sizes of heads.
-            head_size: channels of a head. None = `qk_rope_head_dim`, `head_dim`, or `hidden_size / num_attention_heads`.
+                `original_max_position_embeddings`, `rope_local_base_freq` (`swa_rope_theta`), sizes of heads.
+            head_size: channels of a head, of which `partial_rotary_factor` are rotated. None = `head_dim` or `hidden_size /
+                num_attention_heads`; `qk_rope_head_dim` and `rotary_dim` are numbers of rotated channels.
             layer_type: which of several rotations, e.g. "full_attention" or "sliding_attention" of Gemma 3.
             interleaved: as in the constructor.
             per_pair: as in the constructor.
@@ -110,13 +111,14 @@ class LlamaRotaryEmbedding:
         fraction = next(
             (f for f in (fraction, config.get("partial_rotary_factor"), config.get("rotary_pct")) if f is not None), 1.0
         )
-        dim = head_size or _head_size(config, layer_type)
-        if scaling.get("rope_type") == "proportional":  # this type has frequencies for all channels, zeros among them
-            scaling["partial_rotary_factor"] = fraction
-        elif config.get("rotary_dim") is not None:
-            dim = config["rotary_dim"]
-        else:
-            dim = int(dim * fraction)
+        counts = () if head_size else (config.get("qk_rope_head_dim"), config.get("rotary_dim"))
+        dim = next((count for count in counts if count is not None), None)  # already the rotated part
+        if dim is None:
+            dim = head_size or _head_size(config, layer_type)
+            if scaling.get("rope_type") == "proportional":  # has frequencies for all channels, zeros among them
+                scaling["partial_rotary_factor"] = fraction
+            else:
+                dim = int(dim * fraction)
         original = "original_max_position_embeddings"
         if scaling.get("rope_type") in ("yarn", "longrope", "llama3", "su") and config.get(original) is not None:
             scaling[original] = config[original]
@@ -220,8 +222,8 @@ def _rotation_of_layer(config: Mapping[str, Any], layer_type: str | None) -> tup
     """Its scaling, and its base."""
     parameters: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     layers = {name: value for name, value in parameters.items() if isinstance(value, Mapping)}
-    local = config.get("rope_local_base_freq")
-    if local is not None and not layers:  # Gemma 3 before transformers 5
+    local = config.get("rope_local_base_freq") or config.get("swa_rope_theta")
+    if local is not None and not layers:  # Gemma 3 and MiMo before transformers 5
         layers = {"full_attention": parameters, "sliding_attention": {"rope_theta": local}}
     if layers:
         if layer_type is None or layer_type not in layers:
@@ -242,7 +244,7 @@ def _rotation_of_layer(config: Mapping[str, Any], layer_type: str | None) -> tup
 
 def _head_size(config: Mapping[str, Any], layer_type: str | None) -> int:
     names = ("global_head_dim",) if layer_type == "full_attention" else ()
-    for name in (*names, "qk_rope_head_dim", "head_dim"):
+    for name in (*names, "head_dim"):
         if config.get(name) is not None:
             return config[name]
     if config.get("hidden_size") is None or config.get("num_attention_heads") is None:
