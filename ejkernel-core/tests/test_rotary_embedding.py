@@ -170,3 +170,18 @@ def test_attention_factor_scales_both() -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     cos, sin = LlamaRotaryEmbedding(8, scaling=scaling)(jnp.arange(9))
     np.testing.assert_allclose(jnp.hypot(cos, sin), 1 + 0.1 * math.log(4), rtol=1e-6)
+
+
+@jax.numpy_rank_promotion("raise")
+@jax.numpy_dtype_promotion("strict")
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint32, jnp.int64, jnp.float64])
+@pytest.mark.parametrize("scaling", [{}, DYNAMIC, LONGROPE], ids=["default", "dynamic", "longrope"])
+def test_positions_of_any_type(scaling: Any, dtype: Any) -> None:
+    embedding = LlamaRotaryEmbedding(4, scaling=scaling, max_position_embeddings=64, per_pair=True)
+    expected = embedding(jnp.arange(70, dtype=jnp.int32))
+    with jax.enable_x64(True):
+        for function in (embedding, jax.jit(embedding)):
+            for got, wanted in zip(function(jnp.arange(70).astype(dtype).reshape(2, 35)), expected, strict=True):
+                assert got.dtype == jnp.float32
+                np.testing.assert_allclose(got.reshape(70, 2), wanted, atol=5e-6)
+    assert embedding(jnp.zeros((0,), jnp.int32))[0].shape == (0, 2)
