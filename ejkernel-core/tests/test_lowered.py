@@ -6,7 +6,6 @@ import concurrent.futures
 import dataclasses
 import enum
 import importlib
-import os
 import sys
 import textwrap
 from typing import Any
@@ -444,8 +443,8 @@ PROGRAM = """
 
 
 def test_processes_of_a_third_party_without_a_package(site, python, tmp_path):
-    record = "Implementation('rms_norm', 'foo:forward', configs='foo:SPACE', accepts=('scale', 'epsilon'), lowered_from='foo:lowered_from')"
-    site.plugin("foo", api_level="2", implementations=f"({record},)")
+    record = "'rms_norm', 'foo:forward', configs='foo:SPACE', accepts=('scale', 'epsilon'), lowered_from='foo:lowered_from'"
+    site.plugin("foo", api_level="2", implementations=f"(Implementation({record}),)")
     (site.path / "foo.py").write_text(textwrap.dedent(CODE))
     environment = {"EJKERNEL_CACHE_DIR": str(tmp_path / "cache"), "PYTHONHASHSEED": "0"}
     first, second = (python(PROGRAM, **environment).split() for _ in range(2))

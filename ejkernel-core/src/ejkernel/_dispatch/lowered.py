@@ -91,7 +91,7 @@ def run_lowered(
         return dict(named(trace(*jax.tree.unflatten(structure, arrays))))
 
     try:
-        found: dict[str, Any] = _exported(key, flat, specs, request.target).call(*arrays)
+        found: Any = _exported(key, flat, specs, request.target).call(*arrays)
     except Exception as error:
         error.add_note(f"raised while the code of {chosen.id} was lowered to be kept, as its Implementation.lowered_from asks")
         raise
