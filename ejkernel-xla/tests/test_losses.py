@@ -203,20 +203,31 @@ def test_vocabulary_of_logits_over_devices():
     assert "all-gather" not in text
 
 
+@pytest.mark.unsampled
+@pytest.mark.parametrize("sizes", ((1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 1, 2)), ids=str)
 @pytest.mark.parametrize("reduction", ("none", "mean"))
-def test_a_mesh_of_one_device(reduction):
-    mesh = jax.make_mesh((1, 1), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:1])
-    out = P("dp") if reduction == "none" else P()
+def test_mesh_axes_of_one_device(reduction, sizes):
+    """Beside axes of several devices, which together with them split the tokens."""
+    mesh = jax.make_mesh(sizes, ("dp", "fsdp", "tp"), axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[: np.prod(sizes)])
+    batch = P(("dp", "fsdp"))
+    out = batch if reduction == "none" else P()
     logits, targets, options = normal(4, 6, V), labels(4, 6), {"mesh": mesh, "out_specs": out, "reduction": reduction}
-    rows = P("dp", None, "tp")
-    got = cross_entropy(logits, targets, in_specs=(rows, P("dp")), **options)
+    rows = P(*batch, None, "tp")
+    got = cross_entropy(logits, targets, in_specs=(rows, batch), **options)
     assert_same(got, cross_entropy(logits, targets, reduction=reduction))
     hidden, head = normal(4, 6, D), normal(D, V)
-    specs = (None, P("dp"), None, P("dp"), P(None, "tp"))
+    specs = (None, batch, None, batch, P(None, "tp"))
     got = cross_entropy(targets=targets, hidden=hidden, lm_head_weight=head, in_specs=specs, **options)
     assert_same(got, cross_entropy(targets=targets, hidden=hidden, lm_head_weight=head, reduction=reduction))
-    got = divergence(logits, logits * 2, in_specs=(rows, rows), **options)
+    got = divergence(logits, logits * 2, in_specs=(batch, batch), **options)
     assert_same(got, divergence(logits, logits * 2, reduction=reduction))
+    if sizes[1] == 1:
+        specs = P("dp", None, ("fsdp", "tp")), P("dp")
+        got = cross_entropy(logits, targets, in_specs=specs, **options | {"out_specs": P("dp") if reduction == "none" else P()})
+        assert_same(got, cross_entropy(logits, targets, reduction=reduction))
+    if sizes == (1, 1, 1):
+        got = divergence(logits, logits * 2, in_specs=(rows, rows), **options)
+        assert_same(got, divergence(logits, logits * 2, reduction=reduction))
 
 
 def temporary_bytes(function, *shapes) -> int:

@@ -102,7 +102,10 @@ def several(axes: Axes, mesh: Any) -> Axes:
 
 
 def mesh_axes(axes: Axes, arrays: dict[str, Any], specs: dict[str, Any], mesh: Any, transpose_head: bool) -> tuple[Axes, Axes]:
-    """The axes over which the vocabulary, and over which the tokens, are split."""
+    """The axes over which the vocabulary, and over which the tokens, are split: those that have several devices.
+
+    Along others nothing varies (`mesh.shard` leaves them out of in_specs), and JAX refuses sums over axes of both kinds.
+    """
     check_mesh_axes(axes, mesh)
     x = "logits" if arrays["hidden"] is None else "hidden"
     row_axes, last = split_axes(specs.get(x), len(arrays[x].shape))
@@ -110,12 +113,9 @@ def mesh_axes(axes: Axes, arrays: dict[str, Any], specs: dict[str, Any], mesh: A
         if several(last, mesh):
             raise invalid("in_specs", f"hidden channels split over {last}", "whole hidden states")
         first, second = split_axes(specs.get("lm_head_weight"), 2)
-        single = last
         last, inner = (first, second) if transpose_head else (second, first)
         if several(inner, mesh):
             raise invalid("in_specs", f"the head's hidden channels split over {inner}", "the head split over its vocabulary")
-        # Axes of one device split nothing, but shard_map has to be told that results are whole along them.
-        last = (*last, *(axis for axis in (*single, *inner) if axis not in last))
     by_entry = [
         name for name in ("targets", "class_weights") if jnp.issubdtype(getattr(arrays[name], "dtype", int), jnp.floating)
     ]
@@ -127,7 +127,7 @@ def mesh_axes(axes: Axes, arrays: dict[str, Any], specs: dict[str, Any], mesh: A
             )
     if several(axes, mesh) and several(axes, mesh) != several(last, mesh):
         raise invalid("in_specs", f"the vocabulary split over {last or 'nothing'}", f"over {axes} = vocab_parallel_axis")
-    return last, row_axes
+    return several(last, mesh), several(row_axes, mesh)
 
 
 def specs_of(

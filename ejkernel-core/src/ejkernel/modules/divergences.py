@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from ejkernel import typing as t
@@ -130,7 +129,6 @@ def fused_kl_divergence(
         _check_side(side, arrays)
     check_reduction(reduction)
     row_axes: Axes = ()
-    whole_axes: Axes = ()
     specs = specs_of(arrays, _ARRAYS, mesh, in_specs, out_specs)
     result_specs: Any = out_specs
     if mesh is not None:
@@ -140,8 +138,7 @@ def fused_kl_divergence(
                 whole = (*rows, *last) if name.endswith("head") else last
                 if several(whole, mesh):
                     raise invalid("in_specs", f"{name} split over {whole}", "tokens split, vocabulary and channels whole")
-                whole_axes = tuple(dict.fromkeys((*whole_axes, *whole)))
-                row_axes = rows if name in ("student_logits", "student_hidden") else row_axes
+                row_axes = several(rows, mesh) if name in ("student_logits", "student_hidden") else row_axes
         result_specs = KLDivergenceOutput(*per_result(out_specs, 2))
     options = {
         "transpose_heads": transpose_heads,
@@ -150,7 +147,6 @@ def fused_kl_divergence(
         "temperature": temperature,
         "beta": beta,
         "row_axes": row_axes,
-        "whole_axes": whole_axes,
         "precision": precision,
         "platform": platform,
         "cfg": cfg,
@@ -172,12 +168,11 @@ def _kl_divergence(
     attention_mask: Any,
     reduction: str,
     row_axes: Axes,
-    whole_axes: Axes,
     platform: Any,
     cfg: Any,
     **options: Any,
 ) -> KLDivergenceOutput:
-    """On one device. `whole_axes` have one device each."""
+    """On one device."""
     student = student_logits if student_hidden is None else student_hidden
     options["temperature"] = temperature = as_temperature(options["temperature"], student.dtype)
     kept, scale = counted(tuple(student.shape[:-1]), weights, attention_mask, statistics_dtype(jnp.dtype(student.dtype).name))
@@ -193,7 +188,6 @@ def _kl_divergence(
     with argument_names(student=student_name, teacher=teacher_name):
         loss = _KL_DIVERGENCE.invoke(arrays, options, platform=platform, cfg=cfg)
     loss = loss * scale * temperature**2
-    loss = jax.lax.psum(loss, whole_axes) if whole_axes else loss
     weight_sum = summed(scale, row_axes)
     return KLDivergenceOutput(reduced(loss, weight_sum, reduction, row_axes), weight_sum)
 

@@ -1,0 +1,111 @@
+"""`python -m ejkernel_train`: train a model, or compare its two builds."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ejkernel_train import data, report
+from ejkernel_train.checkpoint import Checkpoints
+from ejkernel_train.config import DEFAULTS, MODELS, TrainConfig
+from ejkernel_train.operations import Operations
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser("ejkernel_train", description=__doc__)
+    add = found.add_argument
+    add("--model", choices=list(MODELS), default="llama")
+    add("--size", choices=list(DEFAULTS), default="tiny")
+    add("--kernels", choices=["ejkernel", "plain"], default="ejkernel", help="ejkernel's operations, or the same in plain JAX")
+    add("--plain", default="", metavar="NAMES", help=f"operations to leave in plain JAX, of {','.join(Operations._fields)}")
+    add("--compare", action="store_true", help="train both builds in turns on the same batches")
+    add("--steps", type=int)
+    add("--batch", type=int, help="sequences of a step")
+    add("--length", type=int, help="tokens of a sequence")
+    add("--seed", type=int)
+    add("--learning-rate", type=float)
+    add("--warmup", type=int)
+    add("--dtype", choices=["bfloat16", "float32"], help="of products and activations")
+    add("--float8", "--fp8", action="store_true", help="large linear layers multiply in float8 with delayed scales")
+    add("--remat", choices=["none", "dots", "full"], help="what the backward computes again")
+    add("--layers", choices=["scan", "unroll"], help="compile one repeat of the blocks, or all")
+    add("--mesh", help='devices of each axis, as "data=2,fsdp=2,tensor=2"')
+    add("--coordinator", metavar="HOST:PORT", help="of a run of several processes, which all get the same command")
+    add("--processes", type=int, help="how many, with --coordinator; a cluster that JAX knows needs neither this nor --process")
+    add("--process", type=int, help="which one this is, from 0")
+    add("--text", type=Path, nargs="+", default=(), metavar="FILE", help="what to learn; default: the help texts of Python")
+    add("--checkpoints", type=Path, metavar="FOLDER", help="save the run there, and go on from what is there")
+    add("--save-every", type=int, default=100, metavar="STEPS")
+    add("--peak", type=float, help="operations per second of a device, which the share is of; default: its dense bfloat16")
+    add("--out", type=Path, help="write the record as JSON")
+    return found
+
+
+def configure(arguments: argparse.Namespace) -> list[TrainConfig]:
+    """One config for each build; what the command line does not say has the size's default."""
+    names = {field.name for field in dataclasses.fields(TrainConfig)} - {"plain"}
+    given: dict[str, Any] = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
+    plain = tuple(name for name in arguments.plain.split(",") if name)
+    config = TrainConfig(**{**DEFAULTS[arguments.size], **given, "plain": plain})  # pyright: ignore[reportArgumentType]
+    if not arguments.compare:
+        return [config]
+    return [dataclasses.replace(config, kernels="ejkernel"), dataclasses.replace(config, kernels="plain", plain=())]
+
+
+def show(record: dict[str, Any]) -> None:
+    print(f"{record['parameters'] / 1e6:.1f}M parameters on {record['devices']} x {record['device']}")
+    for build in record["builds"]:
+        share = build["share_of_peak"]
+        stages = " + ".join(f"{build[f'{stage}_seconds']:.2f}" for stage in ("trace", "lower", "compile"))
+        print(
+            f"{build['kernels']:>8}: {build['tokens_per_second']:,.0f} tokens/s"
+            + (f", {share:.1%} of {record['peak_operations_per_second'] / 1e12:.0f} TFLOP/s each" if share else "")
+            + f", {(build['program_bytes'] or 0) / 2**30:.2f} GiB; trace + lower + compile {stages} s; "
+            f"loss {build['losses'][0]:.3f} -> {build['losses'][-1]:.3f}"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    if arguments.coordinator:
+        jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.process)
+    try:
+        configs, tokens = configure(arguments), data.load(arguments.text)
+        with Checkpoints(arguments.checkpoints) if arguments.checkpoints else contextlib.nullcontext() as checkpoints:
+            record = report.run(
+                configs,
+                tokens,
+                peak=arguments.peak,
+                progress=_progress(configs[0].steps),
+                checkpoints=checkpoints,
+                save_every=arguments.save_every,
+            )
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if jax.process_index():
+        return 0  # the first process speaks for all
+    show(record)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+def _progress(steps: int) -> Any:
+    def write(step: int, losses: Sequence[float]) -> None:
+        if (step == 1 or step == steps or not step % 10) and not jax.process_index():
+            print(f"step {step:>5}  loss " + "  ".join(f"{loss:.4f}" for loss in losses), flush=True)
+
+    return write
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""What is trained and how: frozen dataclasses, and the models and sizes that have names."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+Mixer = Literal["attention", "gated_attention", "delta_rule", "state_space"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a model.
+
+    Attributes:
+        pattern: the token mixers of consecutive blocks; `layers` is a multiple of its length.
+        width: channels of the residual stream.
+        vocabulary: rows of the embedding, which is the head too.
+        heads, key_heads, head_size: of attention; each key head serves `heads / key_heads` query heads.
+        hidden: channels of the feed-forward layer, of each expert where there are any; 0 for blocks without one.
+        experts, experts_per_token: of the mixture; 0 experts for a dense feed-forward layer.
+        balance: weight of the loss that spreads tokens over the experts.
+        linear_heads, linear_key_heads, linear_head_size: of the delta rule; the state space has `linear_heads` of this size.
+        state_size, groups: of the state space: channels of B and C, and heads of B and C.
+        filter: tokens that the short causal convolution sees.
+        float8: large linear layers multiply in float8 with delayed scales.
+    """
+
+    pattern: tuple[Mixer, ...]
+    layers: int
+    width: int
+    vocabulary: int
+    heads: int = 0
+    key_heads: int = 0
+    head_size: int = 0
+    hidden: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    balance: float = 0.01
+    linear_heads: int = 0
+    linear_key_heads: int = 0
+    linear_head_size: int = 0
+    state_size: int = 0
+    groups: int = 1
+    filter: int = 4
+    float8: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layers % len(self.pattern):
+            raise ValueError(f"layers is {self.layers}; make it a multiple of the pattern's {len(self.pattern)} blocks")
+
+    @property
+    def repeats(self) -> int:
+        return self.layers // len(self.pattern)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One run. The same config gives the same batches, and on the same machine the same losses.
+
+    Attributes:
+        model, size: a name of `MODELS`, and one of its sizes.
+        kernels: "ejkernel", or "plain" for the same model in plain JAX.
+        plain: operations that stay in plain JAX with kernels="ejkernel".
+        batch, length: sequences of a step, and tokens of each.
+        dtype: of products and activations; parameters and moments are float32.
+        float8: large linear layers multiply in float8 with delayed scales.
+        remat: what the backward computes again: nothing ("none"), all but products of weights ("dots"), whole blocks ("full").
+        mesh: axes and their devices, "data=2,fsdp=2,tensor=2"; "" for one device. See `sharding.py`.
+        layers: "scan" compiles one repeat of the pattern, "unroll" all of them.
+    """
+
+    model: str = "llama"
+    size: str = "tiny"
+    kernels: Literal["ejkernel", "plain"] = "ejkernel"
+    plain: tuple[str, ...] = ()
+    steps: int = 20
+    batch: int = 4
+    length: int = 128
+    seed: int = 0
+    learning_rate: float = 3e-3
+    warmup: int = 10
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    float8: bool = False
+    remat: Literal["none", "dots", "full"] = "none"
+    layers: Literal["scan", "unroll"] = "scan"
+    mesh: str = ""
+
+    @property
+    def sizes(self) -> ModelConfig:
+        return dataclasses.replace(MODELS[self.model][self.size], float8=self.float8)
+
+
+BYTES = 264
+"""The vocabulary of tiny models: bytes, the mark before a document, and up to a multiple of 8, so that devices can share it."""
+
+
+def _llama(layers: int, width: int, vocabulary: int, **sizes: Any) -> ModelConfig:
+    return ModelConfig(("attention",), layers, width, vocabulary, **sizes)
+
+
+def _hybrid(layers: int, width: int, vocabulary: int, *, head_size: int, linear_heads: int, **sizes: Any) -> ModelConfig:
+    """As Qwen3-Next: three layers of the gated delta rule to one of gated attention; two value heads to a key head."""
+    linear = {"linear_heads": linear_heads, "linear_key_heads": linear_heads // 2, "linear_head_size": head_size}
+    pattern: tuple[Mixer, ...] = ("delta_rule", "delta_rule", "delta_rule", "gated_attention")
+    return ModelConfig(pattern, layers, width, vocabulary, head_size=head_size, **linear, **sizes)
+
+
+def _mamba2(layers: int, width: int, vocabulary: int, *, head_size: int, state_size: int) -> ModelConfig:
+    """Heads of twice the width together, and no feed-forward layers."""
+    linear: dict[str, Any] = {"linear_heads": 2 * width // head_size, "linear_head_size": head_size, "state_size": state_size}
+    return ModelConfig(("state_space",), layers, width, vocabulary, **linear)
+
+
+MODELS: dict[str, dict[str, ModelConfig]] = {
+    "llama": {
+        "tiny": _llama(2, 64, BYTES, heads=4, key_heads=2, head_size=16, hidden=160),
+        "125m": _llama(12, 768, 32768, heads=12, key_heads=4, head_size=64, hidden=3072),
+        "1.3b": _llama(24, 2048, 128256, heads=16, key_heads=8, head_size=128, hidden=5504),
+    },
+    "hybrid": {
+        "tiny": _hybrid(4, 64, BYTES, heads=4, key_heads=2, head_size=16, linear_heads=4, hidden=160),
+        "125m": _hybrid(12, 768, 32768, heads=6, key_heads=2, head_size=128, linear_heads=8, hidden=2048),
+        "1.3b": _hybrid(24, 2048, 128256, heads=16, key_heads=4, head_size=128, linear_heads=32, hidden=3072),
+    },
+    "mamba2": {
+        "tiny": _mamba2(2, 64, BYTES, head_size=32, state_size=16),
+        "125m": _mamba2(24, 768, 32768, head_size=64, state_size=128),
+        "1.3b": _mamba2(48, 2048, 128256, head_size=64, state_size=128),
+    },
+    "moe": {
+        "tiny": _llama(2, 64, BYTES, heads=4, key_heads=2, head_size=16, hidden=64, experts=4, experts_per_token=2),
+        "125m": _llama(12, 768, 32768, heads=12, key_heads=4, head_size=64, hidden=512, experts=8, experts_per_token=2),
+        "1.3b": _llama(12, 2048, 128256, heads=16, key_heads=8, head_size=128, hidden=768, experts=16, experts_per_token=4),
+    },
+}
+"""Models by name and size. The sizes count all parameters, of a mixture those of every expert."""
+
+DEFAULTS: dict[str, dict[str, float]] = {
+    "tiny": {},
+    "125m": {"batch": 16, "length": 2048, "learning_rate": 6e-4, "warmup": 100},
+    "1.3b": {"batch": 4, "length": 2048, "learning_rate": 3e-4, "warmup": 100},
+}
+"""Fields of `TrainConfig` that a size has other defaults for."""

@@ -1,0 +1,70 @@
+"""The model's operations by ejkernel, which picks the best installed kernel. `plain.py` has the same functions in plain JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import ejkernel
+from ejkernel_train.plain import EPSILON
+from ejkernel_train.sharding import BATCH
+
+
+def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return ejkernel.rms_norm(x, scale, epsilon=EPSILON)
+
+
+def add_rms_norm(x: jax.Array, residual: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return ejkernel.fused_add_rms_norm(x, residual, scale, epsilon=EPSILON)
+
+
+def rope(query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return ejkernel.llama_rope(query, key, cos, sin)
+
+
+def qk_norm_rope(
+    query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array, query_scale: jax.Array, key_scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return ejkernel.fused_qk_norm_rope(query, key, cos, sin, query_scale, key_scale, epsilon=EPSILON)
+
+
+def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    return ejkernel.flash_attention(query, key, value, causal=True)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array, mesh: Mesh | None) -> jax.Array:
+    # from logits: on a GPU faster than with the head (`hidden=`), which saves their memory instead
+    if mesh is None:
+        return ejkernel.fused_cross_entropy(logits, labels).loss
+    specs = P(BATCH, None, "tensor"), P(BATCH), None, None, None, None
+    return ejkernel.fused_cross_entropy(logits, labels, mesh=mesh, in_specs=specs, out_specs=P()).loss
+
+
+def causal_conv1d(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return ejkernel.causal_conv1d(x, weight, activation="silu")
+
+
+def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array, *, norm_before_gate: bool) -> jax.Array:
+    return ejkernel.gated_rms_norm(x, gate, scale, norm_before_gate=norm_before_gate, epsilon=EPSILON)
+
+
+def gated_delta_rule(query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, decay: jax.Array) -> jax.Array:
+    return ejkernel.gated_delta_rule(query, key, value, beta, decay=decay)
+
+
+def state_space(
+    x: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array, dt: jax.Array, dt_bias: jax.Array
+) -> jax.Array:
+    out, _, _ = ejkernel.state_space_v2(x, A, B, C, D, dt, dt_bias=dt_bias, dt_softplus=True)
+    return out.reshape(x.shape)
+
+
+def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+    return ejkernel.grouped_matmul(rows, matrices, sizes)
+
+
+def scaled_matmul(lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, *, dtype: Any) -> jax.Array:
+    return ejkernel.scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, precision="default", out_dtype=dtype)

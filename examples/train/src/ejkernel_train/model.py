@@ -1,0 +1,389 @@
+"""The models' parts in Equinox. What is computed between the products comes from `operations.py`.
+
+Shapes: B batch, T tokens, d width. Parameters of blocks have a leading axis, the repeats of the pattern, and `lax.scan` runs
+over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ejkernel_train.config import ModelConfig
+from ejkernel_train.float8 import initial_scales, linear
+from ejkernel_train.operations import Operations
+from ejkernel_train.sharding import BATCH, Layout
+
+
+class Context(NamedTuple):
+    """What all blocks share: the operations, the mesh, and cosine and sine of every position `[T, D / 2]`."""
+
+    operations: Operations
+    layout: Layout
+    cos: jax.Array
+    sin: jax.Array
+
+
+def matrix(key: jax.Array, fan_in: int, *shape: int) -> jax.Array:
+    return jax.random.normal(key, shape) / fan_in**0.5
+
+
+def heads(x: jax.Array, number: int) -> jax.Array:
+    """`[B, T, number * D] -> [B, T, number, D]`."""
+    return x.reshape(*x.shape[:2], number, -1)
+
+
+class Linear(eqx.Module):
+    """`x @ weight`, weight `[inputs, outputs]`; in float8 where there are scales."""
+
+    weight: jax.Array
+    scales: jax.Array | None
+
+    def __init__(self, key: jax.Array, inputs: int, outputs: int, float8: bool = False) -> None:
+        self.weight = matrix(key, inputs, inputs, outputs)
+        self.scales = initial_scales(self.weight) if float8 else None
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        if self.scales is None:
+            return x @ self.weight
+        rows: Any = linear(context.operations.scaled_matmul, x.reshape(-1, x.shape[-1]), self.weight, self.scales)
+        return rows.reshape(*x.shape[:-1], -1)
+
+
+class Attention(eqx.Module):
+    """Causal attention with grouped key heads and rotary positions, as in Llama."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    config: ModelConfig = eqx.field(static=True)
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        keys = jax.random.split(key, 4)
+        inner, shared = config.heads * config.head_size, config.key_heads * config.head_size
+        self.query = Linear(keys[0], config.width, inner, config.float8)
+        self.key = Linear(keys[1], config.width, shared, config.float8)
+        self.value = Linear(keys[2], config.width, shared, config.float8)
+        self.output = Linear(keys[3], inner, config.width, config.float8)
+        self.config = config
+
+    def project(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries `[B, T, H, D]`, keys and values `[B, T, K, D]`."""
+        key, value = (heads(layer(x, context), self.config.key_heads) for layer in (self.key, self.value))
+        return heads(self.query(x, context), self.config.heads), key, value
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        query, key, value = self.project(x, context)
+        query, key = context.operations.rope(query, key, context.cos, context.sin)
+        attended = context.operations.attention(query, key, value)
+        return self.output(attended.reshape(*x.shape[:2], -1), context)
+
+
+class SwiGLU(eqx.Module):
+    """The dense feed-forward layer."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        keys = jax.random.split(key, 3)
+        self.gate = Linear(keys[0], config.width, config.hidden, config.float8)
+        self.up = Linear(keys[1], config.width, config.hidden, config.float8)
+        self.down = Linear(keys[2], config.hidden, config.width, config.float8)
+
+    def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+        """The result, and no loss of balance."""
+        hidden = jax.nn.silu(self.gate(x, context)) * self.up(x, context)
+        return self.down(hidden, context), jnp.zeros(())
+
+
+class Experts(eqx.Module):
+    """A mixture of SwiGLU experts: each token goes to its `experts_per_token` likeliest.
+
+    Tokens are sorted by expert, so that every expert multiplies consecutive rows.
+    """
+
+    router: Linear
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+    config: ModelConfig = eqx.field(static=True)
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        keys = jax.random.split(key, 4)
+        experts, width, hidden = config.experts, config.width, config.hidden
+        self.router = Linear(keys[0], width, experts)
+        self.gate = matrix(keys[1], width, experts, width, hidden)
+        self.up = matrix(keys[2], width, experts, width, hidden)
+        self.down = matrix(keys[3], hidden, experts, hidden, width)
+        self.config = config
+
+    def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+        """The result, and the loss of balance: smallest where every expert gets as many tokens (Fedus et al., 2021).
+
+        On a mesh each device sorts its own tokens and has a part of every expert's hidden channels.
+        """
+        hidden = P(None, None, "tensor")
+        specs = P(BATCH), P(), hidden, hidden, P(None, "tensor")
+        mix = context.layout.on_each_device(partial(self.mix, context), specs, (P(BATCH), P()))
+        return mix(x, self.router, self.gate, self.up, self.down)
+
+    def mix(
+        self, context: Context, x: jax.Array, router: Linear, gate: jax.Array, up: jax.Array, down: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Of one device's tokens `[B, T, d]`."""
+        experts, chosen = self.config.experts, self.config.experts_per_token
+        rows = x.reshape(-1, x.shape[-1])
+        probabilities = jax.nn.softmax(router(rows, context).astype(jnp.float32), axis=-1)  # [B T, E]
+        weights, expert = jax.lax.top_k(probabilities, chosen)
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        order = jnp.argsort(expert.reshape(-1))
+        sizes = jnp.bincount(expert.reshape(-1), length=experts)
+
+        multiply = context.operations.grouped_matmul
+        sorted_rows = jnp.repeat(rows, chosen, axis=0).at[order].get(unique_indices=True)
+        hidden = jax.nn.silu(multiply(sorted_rows, gate, sizes)) * multiply(sorted_rows, up, sizes)
+        out = multiply(hidden, down, sizes).at[jnp.argsort(order)].get(unique_indices=True)
+        out = jnp.einsum("nkd,nk->nd", out.reshape(-1, chosen, x.shape[-1]), weights.astype(x.dtype))
+
+        share, likely = context.layout.mean_over_batch((sizes / order.size, jnp.mean(probabilities, axis=0)))
+        imbalance = self.config.balance * experts * jnp.sum(share * likely)
+        return context.layout.sum_over_tensor(out).reshape(x.shape), imbalance
+
+
+class GatedAttention(eqx.Module):
+    """Attention whose heads are normed before they are turned, and whose result has a gate, as in Qwen3-Next."""
+
+    attention: Attention
+    gate: Linear
+    query_scale: jax.Array
+    key_scale: jax.Array
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        first, second = jax.random.split(key)
+        self.attention = Attention(config, first)
+        self.gate = Linear(second, config.width, config.heads * config.head_size, config.float8)
+        self.query_scale, self.key_scale = jnp.ones((2, config.head_size))
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        query, key, value = self.attention.project(x, context)
+        scales = self.query_scale, self.key_scale
+        query, key = context.operations.qk_norm_rope(query, key, context.cos, context.sin, *scales)
+        attended = context.operations.attention(query, key, value).reshape(*x.shape[:2], -1)
+        return self.attention.output(attended * jax.nn.sigmoid(self.gate(x, context)), context)
+
+
+class DeltaRule(eqx.Module):
+    """The gated delta net of Qwen3-Next: a short convolution, the gated delta rule, and a gated norm of every head."""
+
+    mixed: Linear  # queries, keys and values, which share a convolution
+    filters: jax.Array
+    z: Linear
+    beta: Linear
+    decay: Linear
+    log_rate: jax.Array
+    bias: jax.Array
+    norm: jax.Array
+    output: Linear
+    config: ModelConfig = eqx.field(static=True)
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        keys = jax.random.split(key, 7)
+        inner, shared = (number * config.linear_head_size for number in (config.linear_heads, config.linear_key_heads))
+        self.mixed = Linear(keys[0], config.width, inner + 2 * shared, config.float8)
+        self.filters = matrix(keys[1], config.filter, inner + 2 * shared, config.filter)
+        self.z = Linear(keys[2], config.width, inner, config.float8)
+        self.beta = Linear(keys[3], config.width, config.linear_heads)
+        self.decay = Linear(keys[4], config.width, config.linear_heads)
+        self.log_rate, self.bias = decays(keys[5], config.linear_heads)
+        self.norm = jnp.ones(config.linear_head_size)
+        self.output = Linear(keys[6], inner, config.width, config.float8)
+        self.config = config
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        projected = self.mixed(x, context), self.z(x, context), self.beta(x, context), self.decay(x, context)
+        own = self.filters, self.log_rate, self.bias, self.norm
+        return self.output(by_sequence(self.recur, context, projected, own), context)
+
+    def recur(self, operations: Operations, projected: tuple[jax.Array, ...], own: tuple[jax.Array, ...]) -> jax.Array:
+        """What stands between the linear layers: `[B, T, H D]`."""
+        (mixed, z, beta, decay), (filters, log_rate, bias, norm) = projected, own
+        number, shared = self.config.linear_heads, self.config.linear_key_heads
+        mixed = operations.causal_conv1d(mixed, filters)
+        size = shared * self.config.linear_head_size
+        query, key, value = heads(mixed[..., :size], shared), heads(mixed[..., size : 2 * size], shared), mixed[..., 2 * size :]
+        beta = jax.nn.sigmoid(beta.astype(jnp.float32))
+        decay = -jnp.exp(log_rate) * jax.nn.softplus(decay.astype(jnp.float32) + bias)
+        out = operations.gated_delta_rule(query, key, heads(value, number), beta, decay)
+        return operations.gated_rms_norm(out, heads(z, number), norm, norm_before_gate=True).reshape(*z.shape)
+
+
+class StateSpace(eqx.Module):
+    """The layer of Mamba-2: a short convolution, the state space with scalar decays, and a gated norm."""
+
+    mixed: Linear  # x, B and C, which share a convolution
+    filters: jax.Array
+    z: Linear
+    step: Linear
+    log_rate: jax.Array
+    bias: jax.Array
+    skip: jax.Array
+    norm: jax.Array
+    output: Linear
+    config: ModelConfig = eqx.field(static=True)
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        keys = jax.random.split(key, 6)
+        inner = config.linear_heads * config.linear_head_size
+        channels = inner + 2 * config.groups * config.state_size
+        self.mixed = Linear(keys[0], config.width, channels, config.float8)
+        self.filters = matrix(keys[1], config.filter, channels, config.filter)
+        self.z = Linear(keys[2], config.width, inner, config.float8)
+        self.step = Linear(keys[3], config.width, config.linear_heads)
+        self.log_rate, self.bias = decays(keys[4], config.linear_heads)
+        self.skip = jnp.ones(config.linear_heads)
+        self.norm = jnp.ones(inner)
+        self.output = Linear(keys[5], inner, config.width, config.float8)
+        self.config = config
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        projected = self.mixed(x, context), self.z(x, context), self.step(x, context)
+        own = self.filters, self.log_rate, self.bias, self.skip, self.norm
+        return self.output(by_sequence(self.recur, context, projected, own), context)
+
+    def recur(self, operations: Operations, projected: tuple[jax.Array, ...], own: tuple[jax.Array, ...]) -> jax.Array:
+        """What stands between the linear layers: `[B, T, H P]`."""
+        (mixed, z, step), (filters, log_rate, bias, skip, norm) = projected, own
+        groups, size = self.config.groups, self.config.groups * self.config.state_size
+        mixed = operations.causal_conv1d(mixed, filters)
+        x = heads(mixed[..., : -2 * size], self.config.linear_heads)
+        B, C = heads(mixed[..., -2 * size : -size], groups), heads(mixed[..., -size:], groups)
+        out = operations.state_space(x, -jnp.exp(log_rate), B, C, skip, step, bias)
+        return operations.gated_rms_norm(out.reshape(*z.shape), z, norm, norm_before_gate=False)
+
+
+def by_sequence(function: Callable[..., jax.Array], context: Context, projected: Any, own: Any) -> jax.Array:
+    """On a mesh each device runs its own sequences, with all heads: their channels share a convolution, and are not split."""
+    return context.layout.on_each_device(partial(function, context.operations), (P(BATCH), P()), P(BATCH))(projected, own)
+
+
+def decays(key: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
+    """Logarithms of rates between 1 and 16, and biases whose softplus is a step between 0.001 and 0.1."""
+    first, second = jax.random.split(key)
+    steps = jnp.exp(jax.random.uniform(second, (number,), minval=jnp.log(0.001), maxval=jnp.log(0.1)))
+    return jnp.log(jax.random.uniform(first, (number,), minval=1.0, maxval=16.0)), steps + jnp.log(-jnp.expm1(-steps))
+
+
+MIXERS: dict[str, Callable[[ModelConfig, jax.Array], Any]] = {
+    "attention": Attention,
+    "gated_attention": GatedAttention,
+    "delta_rule": DeltaRule,
+    "state_space": StateSpace,
+}
+
+
+class Block(eqx.Module):
+    """A token mixer and, if the config has one, a feed-forward layer, each behind a norm and added to the stream."""
+
+    mixer_norm: jax.Array
+    mixer: Any
+    feed_forward_norm: jax.Array | None
+    feed_forward: Any
+
+    def __init__(self, config: ModelConfig, mixer: str, key: jax.Array) -> None:
+        first, second = jax.random.split(key)
+        self.mixer_norm = jnp.ones(config.width)
+        self.mixer = MIXERS[mixer](config, first)
+        self.feed_forward_norm = jnp.ones(config.width) if config.hidden else None
+        self.feed_forward = (Experts if config.experts else SwiGLU)(config, second) if config.hidden else None
+
+    def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+        """The stream `[B, T, d]` after this block, and its loss of balance."""
+        mixed = self.mixer(context.operations.rms_norm(x, self.mixer_norm), context)
+        if self.feed_forward is None:
+            return x + mixed, jnp.zeros(())
+        normed, x = context.operations.add_rms_norm(mixed, x, self.feed_forward_norm)
+        out, imbalance = self.feed_forward(normed, context)
+        return x + out, imbalance
+
+
+REMAT: dict[str, Callable[..., Any]] = {
+    "none": lambda function: function,
+    "dots": lambda function: jax.checkpoint(function, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "full": jax.checkpoint,
+}
+
+
+NO_MESH = Layout()
+
+
+class Model(eqx.Module):
+    """Embedding, blocks, norm, and the embedding again as head.
+
+    Attributes:
+        blocks: one for each place of the pattern, its parameters stacked over the repeats.
+    """
+
+    embedding: jax.Array
+    blocks: tuple[Block, ...]
+    norm: jax.Array
+    config: ModelConfig = eqx.field(static=True)
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        first, *others = jax.random.split(key, 1 + len(config.pattern))
+
+        def stacked(mixer: str, key: jax.Array) -> Block:
+            return jax.vmap(lambda key: Block(config, mixer, key))(jax.random.split(key, config.repeats))
+
+        self.embedding = matrix(first, config.width, config.vocabulary, config.width)
+        self.blocks = tuple(stacked(mixer, key) for mixer, key in zip(config.pattern, others, strict=True))
+        self.norm = jnp.ones(config.width)
+        self.config = config
+
+    def loss(
+        self,
+        window: jax.Array,
+        operations: Operations,
+        dtype: str,
+        layout: Layout = NO_MESH,
+        remat: str = "none",
+        unroll: bool = False,
+    ) -> jax.Array:
+        """Mean cross entropy in nats per token over windows `[B, T + 1]`, and the blocks' losses of balance."""
+        tokens, labels = window[:, :-1], window[:, 1:]
+        context = Context(operations, layout, *rotary(tokens.shape[1], self.config.head_size))
+        embedding = layout.gathered_embedding(self.embedding)
+
+        def repeat(carry: tuple[jax.Array, jax.Array], blocks: tuple[Block, ...]) -> tuple[tuple[jax.Array, jax.Array], None]:
+            x, total = carry
+            for block in layout.gathered(blocks):
+                x, imbalance = block(x, context)
+                x, total = layout.stream(x), total + imbalance
+            return (x, total), None
+
+        # from the float32 embedding, so that gradients of a token that comes often are summed in float32
+        start = layout.stream(embedding[tokens].astype(dtype)), jnp.zeros(())
+        unrolled = self.config.repeats if unroll else 1
+        (x, imbalance), _ = jax.lax.scan(REMAT[remat](repeat), start, compute_copy(self.blocks, dtype), unroll=unrolled)
+        logits = jnp.einsum("btd,vd->btv", operations.rms_norm(x, self.norm), embedding.astype(dtype))
+        return operations.cross_entropy(layout.logits(logits), labels, layout.mesh) + imbalance
+
+
+def compute_copy(blocks: tuple[Block, ...], dtype: str) -> tuple[Block, ...]:
+    """Stacked blocks with matrices in `dtype`; vectors (norms, decays) cost nothing and stay in float32."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if leaf.ndim > 2 else leaf, blocks)
+
+
+def rotary(length: int, size: int, base: float = 10000.0) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine `[length, size / 2]` of each position times `base^(-2i / size)`."""
+    periods = base ** (-jnp.arange(0, size, 2) / max(size, 1))
+    angles = jnp.arange(length)[:, None] * periods
+    return jnp.cos(angles), jnp.sin(angles)

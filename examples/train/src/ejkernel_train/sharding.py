@@ -1,0 +1,111 @@
+"""How parameters and activations lie on a mesh of three axes: one table, and XLA adds the collectives.
+
+"data" splits the batch. "fsdp" splits the batch and, in memory, the parameters, which are gathered block by block where they are
+used. "tensor" splits heads, hidden channels and the vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Tree = TypeVar("Tree")
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = ("data", "fsdp")
+
+RULES: tuple[tuple[str, P], ...] = (
+    (r"embedding", P("tensor", "fsdp")),
+    (r"(query|key|value|gate|up)\.weight", P("fsdp", "tensor")),
+    (r"(output|down)\.weight", P("tensor", "fsdp")),
+    (r"(mixed|z|beta|decay|step|router)\.weight", P("fsdp")),
+    (r"feed_forward\.(gate|up)", P(None, "fsdp", "tensor")),  # of experts
+    (r"feed_forward\.down", P(None, "tensor", "fsdp")),
+)
+"""By the end of a parameter's name, without the axis over which blocks are stacked. Others, all small, are on every device."""
+
+
+def spec_of(name: str) -> P:
+    """Of a leaf of the state: `.moments[1].mu.blocks[0].mixer.query.weight`."""
+    found = next((spec for ending, spec in RULES if re.search(rf"\.{ending}$", name)), P())
+    return P(None, *found) if ".blocks[" in name else found
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh with the axes of `AXES`, or None for one device."""
+
+    mesh: Mesh | None = None
+
+    @staticmethod
+    def parse(text: str) -> Layout:
+        """Of "data=2,fsdp=2,tensor=2"; axes that are left out have one device, "" means no mesh.
+
+        Raises:
+            ValueError: an unknown axis, or more devices than there are.
+        """
+        if not text:
+            return Layout()
+        sizes = dict.fromkeys(AXES, 1)
+        for part in text.split(","):
+            axis, _, size = part.partition("=")
+            if axis not in AXES or not size.isdecimal() or int(size) < 1:
+                raise ValueError(f"--mesh has {part!r}; write AXIS=DEVICES with an axis of {', '.join(AXES)}")
+            sizes[axis] = int(size)
+        number, devices = math.prod(sizes.values()), jax.devices()
+        if number > len(devices):
+            raise ValueError(f"--mesh {text} needs {number} devices, and there are {len(devices)}")
+        return Layout(Mesh(np.array(devices[:number]).reshape(*sizes.values()), AXES))
+
+    def shardings(self, state: Any) -> Any:
+        """One for every leaf, None without a mesh."""
+        mesh = self.mesh
+        if mesh is None:
+            return None
+        return jax.tree_util.tree_map_with_path(lambda path, _: NamedSharding(mesh, spec_of(jax.tree_util.keystr(path))), state)
+
+    def batch(self) -> Any:
+        """The sharding of arrays whose first axis is the batch, None without a mesh."""
+        return None if self.mesh is None else NamedSharding(self.mesh, P(BATCH))
+
+    def gathered(self, block: Tree) -> Tree:
+        """Parameters of one block as its products read them: whole along "fsdp"."""
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: self._whole(jax.tree_util.keystr(path), leaf), block)
+
+    def _whole(self, name: str, leaf: jax.Array) -> jax.Array:
+        return self.constrain(leaf, *(None if axis == "fsdp" else axis for axis in spec_of(name)))
+
+    def stream(self, x: jax.Array) -> jax.Array:
+        """Activations `[B, T, d]`, split along the batch alone."""
+        return self.constrain(x, BATCH)
+
+    def gathered_embedding(self, embedding: jax.Array) -> jax.Array:
+        """`[V, d]`, split along the vocabulary alone."""
+        return self._whole(".embedding", embedding)
+
+    def logits(self, logits: jax.Array) -> jax.Array:
+        """`[B, T, V]`, split along the batch and the vocabulary."""
+        return self.constrain(logits, BATCH, None, "tensor")
+
+    def on_each_device(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """The function of what one device has, written with the two collectives below; without a mesh that is everything."""
+        if self.mesh is None:
+            return function
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def mean_over_batch(self, tree: Tree) -> Tree:
+        return tree if self.mesh is None else jax.lax.pmean(tree, BATCH)
+
+    def sum_over_tensor(self, x: jax.Array) -> jax.Array:
+        return x if self.mesh is None else jax.lax.psum(x, "tensor")
+
+    def constrain(self, x: jax.Array, *axes: Any) -> jax.Array:
+        return x if self.mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*axes)))

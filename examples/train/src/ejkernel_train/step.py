@@ -1,0 +1,100 @@
+"""The training step: AdamW on float32 parameters, products in a narrower dtype, buffers donated."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+from ejkernel_train.config import TrainConfig
+from ejkernel_train.float8 import next_scales
+from ejkernel_train.model import Model
+from ejkernel_train.operations import choose
+from ejkernel_train.sharding import Layout
+
+
+class State(NamedTuple):
+    """All that a step changes, and all that a checkpoint holds."""
+
+    model: Model
+    moments: Any
+    step: jax.Array
+
+
+def optimizer(config: TrainConfig) -> Any:  # optax.GradientTransformation, whose types know arrays alone
+    """Clipped AdamW; the rate rises, then falls along a cosine to a tenth. The embedding and vectors are not decayed."""
+    last = max(config.steps, config.warmup + 1)
+    rate = optax.warmup_cosine_decay_schedule(0, config.learning_rate, config.warmup, last, 0.1 * config.learning_rate)
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip),
+        optax.adamw(lambda count: rate(count + 1), b2=0.95, weight_decay=config.weight_decay, mask=decayed),
+    )
+
+
+def decayed(weights: Model) -> Any:
+    """True at the matrices of blocks, which are stacked and so have three axes or more."""
+    return jax.tree.map(lambda leaf: leaf.ndim > 2, weights)
+
+
+def split(model: Model) -> tuple[Model, Model]:
+    """The weights, which the optimizer updates, and the scales of float8, which it does not; None at the places of the others."""
+    is_scale = jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path).endswith(".scales"), model)
+    scales, weights = eqx.partition(model, is_scale)
+    return weights, scales
+
+
+def initialise(config: TrainConfig) -> State:
+    model = Model(config.sizes, jax.random.key(config.seed))
+    return State(model, optimizer(config).init(split(model)[0]), jnp.zeros((), jnp.int32))
+
+
+def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[State, jax.Array]:
+    """One update on windows `[B, T + 1]`; returns the loss before it."""
+    operations, layout = choose(config.kernels, config.plain), Layout.parse(config.mesh)
+
+    def loss(model: Model) -> jax.Array:
+        unroll = config.layers == "unroll"
+        return model.loss(window, operations, config.dtype, layout, remat=config.remat, unroll=unroll)
+
+    value, gradients = jax.value_and_grad(loss)(state.model)
+    weights, scales = split(state.model)
+    gradients, largest = split(gradients)
+    updates, moments = optimizer(config).update(gradients, state.moments, weights)
+    model = eqx.combine(eqx.apply_updates(weights, updates), jax.tree.map(next_scales, scales, largest))
+    return State(model, moments, state.step + 1), value
+
+
+class Compiled(NamedTuple):
+    """The step's program, how its arguments lie on devices, and the seconds that each stage took to make it."""
+
+    program: jax.stages.Compiled
+    shardings: Any
+    trace_seconds: float
+    lower_seconds: float
+    compile_seconds: float
+
+
+def compile_step(config: TrainConfig) -> Compiled:
+    """Trace, lower and compile the step without running anything."""
+    state, layout = jax.eval_shape(lambda: initialise(config)), Layout.parse(config.mesh)
+    window = jax.ShapeDtypeStruct((config.batch, config.length + 1), jnp.int32)
+    shardings, batch = layout.shardings(state), layout.batch()
+    step = jax.jit(
+        lambda state, window: train_step(config, state, window),
+        donate_argnums=0,
+        in_shardings=(shardings, batch),
+        out_shardings=(shardings, None),
+    )
+    clock = [time.perf_counter()]
+    traced = step.trace(state, window)
+    clock.append(time.perf_counter())
+    lowered = traced.lower()
+    clock.append(time.perf_counter())
+    program = lowered.compile()
+    clock.append(time.perf_counter())
+    return Compiled(program, (shardings, batch), *(after - before for before, after in itertools.pairwise(clock)))
