@@ -148,13 +148,15 @@ def test_what_is_refused(prompt: list[int], sampling: Sampling, message: str):
 
 
 def test_a_full_queue():
+    """One runs and two wait, whether or not the one has begun."""
     scheduler = Scheduler(EngineConfig(max_waiting=2, max_requests=1))
+    first, *_ = (scheduler.submit([1], Sampling()) for _ in range(3))
     for _ in range(2):
-        scheduler.submit([1], Sampling())
-    with pytest.raises(QueueFullError, match="2 requests wait already"):
-        scheduler.submit([1], Sampling())
-    scheduler.plan()
-    scheduler.submit([1], Sampling())  # one runs now
+        with pytest.raises(QueueFullError, match="3 requests run or wait already"):
+            scheduler.submit([1], Sampling())
+        scheduler.plan()
+    scheduler.cancel(first)
+    scheduler.submit([1], Sampling())
 
 
 @pytest.mark.parametrize("reuse", [True, False])

@@ -46,6 +46,11 @@ class EngineConfig:
         """Pages of the longest request."""
         return -(-self.max_length // self.page_size)
 
+    @property
+    def capacity(self) -> int:
+        """Requests that run or wait."""
+        return self.max_requests + self.max_waiting
+
     def bucket(self, tokens: int) -> int:
         return next(size for size in self.buckets if size >= tokens)
 

@@ -142,7 +142,7 @@ def _block(
 def _draw(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """From `[R, V]`, with a key for each request of its seed and of how many tokens it has drawn."""
 
-    def key(seed: Array, drawn: Array) -> jax.Array:
+    def key(seed: Any, drawn: Any) -> jax.Array:
         return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), drawn)
 
     drawn = ejkernel.sample_tokens(

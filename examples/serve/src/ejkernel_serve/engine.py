@@ -44,7 +44,7 @@ class Engine:
 
         Raises:
             ValueError: a token that is no byte and not the mark; else as `Scheduler.submit`.
-            QueueFullError: as many requests wait as may.
+            QueueFullError: as many requests run and wait as may.
         """
         for token in prompt:
             if not 0 <= token < device.TOKENS:

@@ -19,7 +19,7 @@ Reason = Literal["stop", "length", "cancelled"]
 
 
 class QueueFullError(Exception):
-    """As many requests wait as may."""
+    """As many requests run and wait as may."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -89,7 +89,7 @@ class Scheduler:
 
         Raises:
             ValueError: no prompt, nothing to generate, or more tokens than `max_length`.
-            QueueFullError: as many requests wait as may.
+            QueueFullError: as many requests run and wait as may.
         """
         if not prompt:
             raise ValueError("the prompt is empty; give at least one token")
@@ -100,8 +100,8 @@ class Scheduler:
                 f"the prompt has {len(prompt)} tokens and max_tokens is {sampling.max_tokens}; "
                 f"together at most {self.config.max_length} are possible"
             )
-        if len(self.waiting) >= self.config.max_waiting:
-            raise QueueFullError(f"{len(self.waiting)} requests wait already; try again later")
+        if len(self.waiting) + len(self.running) >= self.config.capacity:
+            raise QueueFullError(f"{self.config.capacity} requests run or wait already; try again later")
         request = Request(next(self._numbers), list(prompt), len(prompt), sampling)
         self.waiting.append(request)
         return request
