@@ -99,7 +99,7 @@ def test_it_depends_on_the_call_and_the_phase(explained):
             attention(sliding_window=[300, 300], key_heads=2),
         ],
         ("triton", "triton", "heads of 96 with values of 96 were not timed"): [attention(96)],
-        ("triton", "triton", "1 tokens, fewer than 1024, were not timed"): [attention(tokens=1)],
+        ("triton", "triton", "1 tokens, fewer than 256, were not timed"): [attention(tokens=1)],
         ("triton", "triton", "64 rows for 8 matrices, fewer than 256 for each, were not timed"): [products(64)],
         ("triton", "triton", "matrices of 4096 x 1000, which are copied to multiples of 64, were not timed"): [
             products(columns=1000)

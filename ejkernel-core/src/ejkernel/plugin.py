@@ -101,6 +101,9 @@ class Implementation:
         accepts: the optional fields of the operation's call (those that have a default) that the code honours. Core refuses a call
             that says more, so that a field which is added later is never ignored; `supports` need not know of it. None stands for
             the fields that calls had at API level 1.
+        lowered_from: `() -> str | None`: everything else that decides what the code is lowered to (versions of its compiler,
+            settings), after registering its custom calls. Core then keeps the lowered code on disk, under a hash of this, the call
+            and the sources, and other processes neither trace nor lower it. None, of the function too: nothing is kept.
     """
 
     operation: str
@@ -115,6 +118,7 @@ class Implementation:
     partitioning: Literal["native", "opaque"] = "opaque"
     plain_jax: bool = False
     accepts: tuple[str, ...] | None = None
+    lowered_from: str | Callable[[], str | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

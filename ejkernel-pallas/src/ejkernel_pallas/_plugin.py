@@ -45,6 +45,7 @@ def _mosaic_gpu(operation: str, phase: Phase) -> Implementation:
         supports=f"{package}.capability:supports_{phase}",
         configs=f"{package}.config:{phase.upper()}",
         accepts=ACCEPTS_MOSAIC_GPU[operation],
+        lowered_from="ejkernel_pallas.mosaic_gpu._call:lowered_from",
     )
 
 

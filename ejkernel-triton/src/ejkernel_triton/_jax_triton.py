@@ -17,7 +17,7 @@ import jax
 
 from ejkernel.plugin import current_target
 from ejkernel_triton._interpret import interpreting
-from ejkernel_triton._kernel_cache import install, keep, patch_problem
+from ejkernel_triton._kernel_cache import install, keep, patch_problem, versions_key
 from ejkernel_triton._versions import version_problem
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
@@ -117,6 +117,17 @@ def call_kernel(
             **constants,
         )
     )
+
+
+def lowered_from() -> str | None:
+    """What lowered kernels depend on beside their sources; None while kernels are not compiled as ever, or not kept."""
+    if _interceptor.get() is not None or interpreting() or os.environ.get("JAX_TRITON_DUMP_DIR"):
+        return None
+    import jaxlib.gpu_triton  # noqa: F401  # registers the custom call
+
+    settings = {name: value for name, value in os.environ.items() if name.startswith(("TRITON_", "MLIR_", "LLVM_"))}
+    settings.pop(_CACHE_VARIABLE, None)
+    return repr((versions_key(), sorted(settings.items())))
 
 
 def has_scratch() -> bool:

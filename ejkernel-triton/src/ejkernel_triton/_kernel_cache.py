@@ -209,7 +209,7 @@ def _key(source: Any, options: Any) -> str:
     ]
     parts = (
         LEVEL,
-        *_versions(),
+        *versions_key(),
         source.hash(),
         plain,
         options.hash(),
@@ -221,7 +221,7 @@ def _key(source: Any, options: Any) -> str:
 
 
 @functools.cache
-def _versions() -> tuple[str, str]:
+def versions_key() -> tuple[str, str]:
     """The version of jax-triton, and a hash of Triton's files: of the wheel's RECORD, else Triton's own key."""
     record = importlib.metadata.distribution("triton").read_text("RECORD") or ""
     files = sorted(line for line in record.splitlines() if line.startswith("triton/") and "sha256=" in line)

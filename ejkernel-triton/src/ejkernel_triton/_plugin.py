@@ -20,6 +20,7 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
         supports=f"{package}.capability:supports_{phase}",
         configs=f"{package}.config:{phase.upper()}",
         accepts=ACCEPTS[operation],
+        lowered_from="ejkernel_triton._jax_triton:lowered_from",
     )
 
 

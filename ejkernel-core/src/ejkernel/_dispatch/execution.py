@@ -125,16 +125,32 @@ def _run_local(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> An
     mark = note(request, decision)
     with jax.named_scope(f"ejkernel.{request.operation.name}{suffix}[{chosen.id}]{mark}"), building_for(request.target):
         try:
-            results = _call(chosen, phase, request.call, *arguments, decision.config)
+            results = _traced(request, decision, chosen, arguments, expected, listed=bool(mark))
         except Exception:
             if not mark:
                 raise
             # The calls of a program are being listed, so that the tuner can find out which of their configs work.
             results = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), expected)
-    _check_type(chosen, phase, results, expected)
     results = vary_like(results, arguments)
     _check_results(chosen, phase, results, expected)
     return results
+
+
+def _traced(
+    request: Request, decision: Decision, chosen: Candidate, arguments: tuple[Any, ...], expected: Any, *, listed: bool
+) -> Any:
+    """The implementation's results, by lowered code that an earlier trace left where there is any."""
+
+    def trace(*arguments: Any) -> Any:
+        results = _call(chosen, decision.phase, request.call, *arguments, decision.config)
+        _check_type(chosen, decision.phase, results, expected)
+        return results
+
+    if listed or chosen.implementation.lowered_from is None:
+        return trace(*arguments)
+    from ejkernel._dispatch.lowered import run_lowered
+
+    return run_lowered(request, chosen, decision.phase, decision.config, arguments, trace, type(expected))
 
 
 def _call(chosen: Candidate, phase: Phase, *arguments: Any) -> Any:

@@ -97,7 +97,8 @@ def _accepted(record: Implementation) -> str | None:
 
 
 def _references(record: Implementation) -> str | None:
-    for field, value in (("target", record.target), ("supports", record.supports), ("configs", record.configs)):
+    for field in ("target", "supports", "configs", "lowered_from"):
+        value = getattr(record, field)
         if isinstance(value, str):
             if not _REFERENCE.fullmatch(value):
                 return f"{field}: got {value!r}, expected 'package.module:attribute'"

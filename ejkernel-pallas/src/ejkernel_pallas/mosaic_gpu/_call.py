@@ -6,6 +6,7 @@ Mosaic GPU is imported only when a kernel is built: `supports` calls `refusal` o
 from __future__ import annotations
 
 import functools
+import os
 import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +57,14 @@ def version_problem() -> str | None:
     if missing:
         return f"Pallas Mosaic GPU of jax {jax.__version__} has no {' and no '.join(missing)}; jax 0.11 has"
     return None
+
+
+def lowered_from() -> str | None:
+    """What lowered kernels depend on beside the version of jax; None in the interpreter."""
+    import jax.experimental.mosaic.gpu  # noqa: F401  # registers the custom call
+
+    switches = {name: value for name, value in os.environ.items() if name.startswith(("MOSAIC_GPU_", "JAX_PALLAS_"))}
+    return None if gpu_interpreter_is_on() else repr(sorted(switches.items()))
 
 
 def call_kernel(

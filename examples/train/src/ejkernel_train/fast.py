@@ -62,9 +62,29 @@ def state_space(
     return out.reshape(x.shape)
 
 
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return ejkernel.gated_linear_unit(gate, up)
+
+
+def moe_route(logits: jax.Array, chosen: int) -> tuple[jax.Array, jax.Array]:
+    return ejkernel.moe_route(logits, chosen)
+
+
+def moe_permute(x: jax.Array, experts: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return ejkernel.moe_permute(x, experts, number)
+
+
+def moe_unpermute(rows: jax.Array, positions: jax.Array, weights: jax.Array) -> jax.Array:
+    return ejkernel.moe_unpermute(rows, positions, weights)
+
+
 def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
     return ejkernel.grouped_matmul(rows, matrices, sizes)
 
 
-def scaled_matmul(lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, *, dtype: Any) -> jax.Array:
-    return ejkernel.scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, precision="default", out_dtype=dtype)
+def scaled_matmul(
+    lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, *, dtype: Any, transpose_rhs: bool = False
+) -> jax.Array:
+    return ejkernel.scaled_matmul(
+        lhs, rhs, lhs_scale, rhs_scale, transpose_rhs=transpose_rhs, precision="default", out_dtype=dtype
+    )

@@ -56,7 +56,7 @@ def _forward(multiply: Callable[..., jax.Array], x: jax.Array, weight: jax.Array
 def _backward(multiply: Callable[..., jax.Array], saved: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     x, weight, scales, largest_x, largest_weight = saved
     narrow = _cast(cotangent, scales[2], E5M2)
-    d_x = multiply(narrow, weight.T, scales[2], scales[1], dtype=cotangent.dtype)
+    d_x = multiply(narrow, weight, scales[2], scales[1], transpose_rhs=True, dtype=cotangent.dtype)
     d_weight = multiply(x.T, narrow, scales[0], scales[2], dtype=cotangent.dtype)
     return d_x, d_weight, jnp.stack([largest_x, largest_weight, _largest(cotangent)])
 

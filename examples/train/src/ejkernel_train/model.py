@@ -101,7 +101,7 @@ class SwiGLU(eqx.Module):
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         """The result, and no loss of balance."""
-        hidden = jax.nn.silu(self.gate(x, context)) * self.up(x, context)
+        hidden = context.operations.swiglu(self.gate(x, context), self.up(x, context))
         return self.down(hidden, context), jnp.zeros(())
 
 
@@ -140,21 +140,16 @@ class Experts(eqx.Module):
         self, context: Context, x: jax.Array, router: Linear, gate: jax.Array, up: jax.Array, down: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Of one device's tokens `[B, T, d]`."""
-        experts, chosen = self.config.experts, self.config.experts_per_token
-        rows = x.reshape(-1, x.shape[-1])
-        probabilities = jax.nn.softmax(router(rows, context).astype(jnp.float32), axis=-1)  # [B T, E]
-        weights, expert = jax.lax.top_k(probabilities, chosen)
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        order = jnp.argsort(expert.reshape(-1))
-        sizes = jnp.bincount(expert.reshape(-1), length=experts)
+        operations, experts = context.operations, self.config.experts
+        tokens = x.reshape(-1, x.shape[-1])
+        logits = router(tokens, context)
+        weights, chosen = operations.moe_route(logits, self.config.experts_per_token)
+        rows, sizes, positions = operations.moe_permute(tokens, chosen, experts)
+        gated = operations.swiglu(*(operations.grouped_matmul(rows, matrices, sizes) for matrices in (gate, up)))
+        out = operations.moe_unpermute(operations.grouped_matmul(gated, down, sizes), positions, weights)
 
-        multiply = context.operations.grouped_matmul
-        sorted_rows = jnp.repeat(rows, chosen, axis=0).at[order].get(unique_indices=True)
-        hidden = jax.nn.silu(multiply(sorted_rows, gate, sizes)) * multiply(sorted_rows, up, sizes)
-        out = multiply(hidden, down, sizes).at[jnp.argsort(order)].get(unique_indices=True)
-        out = jnp.einsum("nkd,nk->nd", out.reshape(-1, chosen, x.shape[-1]), weights.astype(x.dtype))
-
-        share, likely = context.layout.mean_over_batch((sizes / order.size, jnp.mean(probabilities, axis=0)))
+        likely = jnp.mean(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), axis=0)
+        share, likely = context.layout.mean_over_batch((sizes / len(rows), likely))
         imbalance = self.config.balance * experts * jnp.sum(share * likely)
         return context.layout.sum_over_tensor(out).reshape(x.shape), imbalance
 

@@ -21,6 +21,10 @@ class Operations(NamedTuple):
     gated_rms_norm: Callable[..., Any]
     gated_delta_rule: Callable[..., Any]
     state_space: Callable[..., Any]
+    swiglu: Callable[..., Any]
+    moe_route: Callable[..., Any]
+    moe_permute: Callable[..., Any]
+    moe_unpermute: Callable[..., Any]
     grouped_matmul: Callable[..., Any]
     scaled_matmul: Callable[..., Any]
 

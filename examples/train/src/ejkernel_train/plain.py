@@ -154,14 +154,40 @@ def state_space(
     return (jnp.moveaxis(inside + outside, 0, 1).reshape(x.shape) + D[:, None] * x).astype(dtype)
 
 
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """`silu(gate) * up`, rounded once."""
+    return (jax.nn.silu(gate.astype(FLOAT32)) * up).astype(gate.dtype)
+
+
+def moe_route(logits: jax.Array, chosen: int) -> tuple[jax.Array, jax.Array]:
+    """Weights, which sum to 1, and numbers of each token's likeliest experts: `[N, E] -> [N, k], [N, k]`."""
+    weights, experts = jax.lax.top_k(jax.nn.softmax(logits.astype(FLOAT32), axis=-1), chosen)
+    return weights / jnp.sum(weights, axis=-1, keepdims=True), experts
+
+
+def moe_permute(x: jax.Array, experts: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """k copies of each token `[N, d]` in the order of their experts `[N, k]`, copies for each expert, and places of copies."""
+    order = jnp.argsort(experts.reshape(-1))
+    rows = jnp.repeat(x, experts.shape[1], axis=0).at[order].get(unique_indices=True)
+    return rows, jnp.bincount(experts.reshape(-1), length=number), jnp.argsort(order).reshape(experts.shape)
+
+
+def moe_unpermute(rows: jax.Array, positions: jax.Array, weights: jax.Array) -> jax.Array:
+    """Each token's weighted sum of its copies: `[N k, d], [N, k], [N, k] -> [N, d]`."""
+    copies = rows.at[positions.reshape(-1)].get(unique_indices=True).reshape(*positions.shape, -1)
+    return jnp.einsum("nkd,nk->nd", copies, weights.astype(rows.dtype))
+
+
 def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
     """Consecutive groups of rows times a matrix each: `[M, K], [G, K, N], [G] -> [M, N]`."""
     return jax.lax.ragged_dot(rows, matrices, sizes)
 
 
-def scaled_matmul(lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, *, dtype: Any) -> jax.Array:
-    """`lhs [M, K] @ rhs [K, N]`, both of float8, times one scale each."""
-    product = jnp.matmul(lhs, rhs, preferred_element_type=FLOAT32)
+def scaled_matmul(
+    lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, *, dtype: Any, transpose_rhs: bool = False
+) -> jax.Array:
+    """`lhs [M, K] @ rhs [K, N]`, both of float8, times one scale each; rhs is `[N, K]` with transpose_rhs."""
+    product = jnp.einsum("mk,nk->mn" if transpose_rhs else "mk,kn->mn", lhs, rhs, preferred_element_type=FLOAT32)
     return (product * (lhs_scale * rhs_scale)).astype(dtype)
 
 
