@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Sequence
 
 import pytest
 
 from ejkernel_serve.config import EngineConfig, Sampling
-from ejkernel_serve.scheduler import Chunk, QueueFullError, Request, Scheduler
+from ejkernel_serve.scheduler import Chunk, Drawn, QueueFullError, Request, Scheduler
+from ejkernel_serve.speculative import Draft
 
 SMALL = EngineConfig(pages=12, page_size=2, max_length=20, max_requests=4, max_waiting=50, buckets=(1, 6))
 
@@ -30,18 +32,26 @@ class Memory:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler, self.stored = scheduler, dict[tuple[int, int], int]()
 
-    def step(self) -> list[Request]:
+    def step(self) -> None:
         chunks = self.scheduler.plan()
-        return self.scheduler.commit(chunks, [self.compute(chunk) for chunk in chunks], [0.0] * len(chunks))
+        self.scheduler.commit(chunks, [self.compute(chunk) for chunk in chunks])
 
-    def compute(self, chunk: Chunk) -> int:
-        request, size = chunk
-        places = [(request.pages[at // 2], at % 2) for at in range(request.computed + size)]
-        for at in range(request.computed, request.computed + size):
+    def compute(self, chunk: Chunk) -> Drawn:
+        """What is drawn after the chunk and after each draft, which sees the request's tokens and the drafts that lead to it."""
+        request, size, drafts = chunk
+        assert not drafts or size == 1
+        done = request.computed + size
+        places = [(request.pages[at // 2], at % 2) for at in range(done + len(drafts))]
+        for at in range(request.computed, done):
             self.stored[places[at]] = request.tokens[at]
-        read = [self.stored[place] for place in places]
-        assert read == request.tokens[: len(places)]
-        return next_token(read)
+        read = [self.stored[place] for place in places[:done]]
+        assert read == request.tokens[:done]
+        texts = [read]
+        for at, draft in enumerate(drafts):
+            self.stored[places[done + at]] = draft.token
+            texts.append([*texts[draft.parent + 1], draft.token])
+        tokens = [next_token(text) for text in texts]
+        return Drawn(tokens, [0.0] * len(tokens))
 
 
 def test_decoding_comes_first_and_prompts_have_the_rest():
@@ -128,7 +138,7 @@ def test_a_request_cancelled_while_its_step_runs():
     scheduler.cancel(request)
     scheduler.cancel(request)  # has ended already
     assert scheduler.cache.held == 0
-    assert scheduler.commit(chunks, [7], [0.0]) == []
+    assert scheduler.commit(chunks, [Drawn([7], [0.0])]) == []
     assert request.generated == [] and request.reason == "cancelled" and not scheduler.busy
     scheduler.check()
 
@@ -159,13 +169,28 @@ def test_a_full_queue():
     scheduler.submit([1], Sampling())
 
 
-@pytest.mark.parametrize("reuse", [True, False])
+def guesses(tokens: Sequence[int], number: int) -> tuple[Draft, ...]:
+    """Trees of every kind, some of them right: branches of the right tokens and of one that is not."""
+    first = next_token([*tokens])
+    second = next_token([*tokens, first])
+    wrong = (first + 1) % 250
+    trees = [
+        (),
+        (Draft(first, -1), Draft(second, 0)),
+        (Draft(wrong, -1), Draft(first, -1), Draft(second, 1)),
+        (Draft(first, -1), Draft(wrong, 0), Draft(second, 0)),
+        (Draft(wrong, -1), Draft(7, 0)),
+    ]
+    return trees[len(tokens) % len(trees)][:number]
+
+
+@pytest.mark.parametrize(("reuse", "drafts"), [(True, 0), (False, 0), (True, 3)])
 @pytest.mark.unsampled
-def test_whatever_happens_no_page_is_lost_and_no_request_mixed(reuse: bool):
+def test_whatever_happens_no_page_is_lost_and_no_request_mixed(reuse: bool, drafts: int):
     """500 requests, a fifth of them cancelled at random times, over pages for two or three at once."""
     chance = random.Random(0)
-    config = EngineConfig(**{**vars(SMALL), "prefix_reuse": reuse})
-    scheduler = Scheduler(config)
+    config = EngineConfig(**{**vars(SMALL), "prefix_reuse": reuse, "drafts": drafts})
+    scheduler = Scheduler(config, propose=guesses)
     memory = Memory(scheduler)
     requests: list[Request] = []
     preempted = reused = 0
@@ -177,9 +202,9 @@ def test_whatever_happens_no_page_is_lost_and_no_request_mixed(reuse: bool):
         if chance.random() < 0.1 and scheduler.busy:
             scheduler.cancel(chance.choice([*scheduler.waiting, *scheduler.running]))
         chunks = scheduler.plan()
-        assert sum(chunk.size for chunk in chunks) <= 6 and len(chunks) <= 4
+        assert sum(chunk.tokens for chunk in chunks) <= 6 and len(chunks) <= 4
         assert chunks or not scheduler.busy
-        scheduler.commit(chunks, [memory.compute(chunk) for chunk in chunks], [0.0] * len(chunks))
+        scheduler.commit(chunks, [memory.compute(chunk) for chunk in chunks])
         scheduler.check()
     assert scheduler.cache.held == 0 and scheduler.cache.available == config.pages
     for request in requests:
@@ -190,3 +215,4 @@ def test_whatever_happens_no_page_is_lost_and_no_request_mixed(reuse: bool):
     cancelled = sum(request.reason == "cancelled" for request in requests)
     assert 50 < cancelled < 250 and preempted > 50
     assert (reused > 100) == reuse
+    assert (sum(request.accepted for request in requests) > 100) == bool(drafts)

@@ -20,7 +20,7 @@ import uvicorn
 from ejkernel_serve.config import Sampling
 from ejkernel_serve.engine import Engine
 from ejkernel_serve.protocol import parse
-from ejkernel_serve.scheduler import Request
+from ejkernel_serve.scheduler import News
 from ejkernel_serve.server import MAX_BODY, application
 from ejkernel_serve.text import text_of
 
@@ -82,7 +82,7 @@ def slow(engine_of: Engines) -> Iterator[Server]:
     engine = engine_of(**{**SIZES, "max_requests": 1, "max_waiting": 2})
     step = engine.step
 
-    def slowly() -> list[Request]:
+    def slowly() -> list[News]:
         time.sleep(0.02)
         return step()
 
@@ -379,7 +379,7 @@ def test_a_step_that_fails(engine_of: Engines, caplog: pytest.LogCaptureFixture)
     """Whoever waits gets an answer, and so do later clients."""
     engine = engine_of(**SIZES)
 
-    def fail() -> list[Request]:
+    def fail() -> list[News]:
         raise RuntimeError("out of memory")
 
     engine.step = fail

@@ -44,7 +44,7 @@ def measure(engine: Engine, number: int, prompt: int, generate: int, seed: int) 
         seconds: until all have ended.
         tokens_per_second: that were generated.
         first_token_seconds, token_seconds: quantiles over requests, and over the times between two tokens of a request.
-        steps, preemptions.
+        steps, preemptions, drafts, accepted_drafts: their numbers.
     """
     rng = np.random.default_rng(seed)
     start, last = time.perf_counter(), dict[Request, float]()
@@ -54,10 +54,13 @@ def measure(engine: Engine, number: int, prompt: int, generate: int, seed: int) 
     sampling = [Sampling(generate, temperature=0.8, top_k=50, top_p=0.95, seed=each) for each in range(number)]
     requests = [engine.submit(rng.integers(0, 256, prompt).tolist(), each) for each in sampling]
     while engine.busy:
-        changed, steps = engine.step(), steps + 1
+        news, steps = engine.step(), steps + 1
         now = time.perf_counter()
-        for request in changed:
-            (between if request in last else first).append(now - last.get(request, start))
+        for request, new in news:
+            if request in last:
+                between += [(now - last[request]) / new] * new
+            else:
+                first.append(now - start)
             last[request] = now
     seconds = time.perf_counter() - start
     generated = sum(len(request.generated) for request in requests)
@@ -69,6 +72,8 @@ def measure(engine: Engine, number: int, prompt: int, generate: int, seed: int) 
         "first_token_seconds": _quantiles(first),
         "token_seconds": _quantiles(between),
         "steps": steps,
+        "drafts": sum(request.drafted for request in requests),
+        "accepted_drafts": sum(request.accepted for request in requests),
         "preemptions": sum(request.preemptions for request in requests),
     }
 

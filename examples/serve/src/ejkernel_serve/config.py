@@ -17,6 +17,7 @@ class EngineConfig:
         max_requests: how many run at once.
         max_waiting: how many may wait for that; more are refused.
         buckets: tokens of a step: it runs the program of the smallest that holds it. The largest is what a step may compute.
+        drafts: guesses of its next tokens that a request which decodes gets in a step at most; see `speculative.py`.
         prefix_reuse: a prompt takes the pages of an earlier one that began the same.
         dtype: of products, activations and the cache.
     """
@@ -27,6 +28,7 @@ class EngineConfig:
     max_requests: int = 64
     max_waiting: int = 256
     buckets: tuple[int, ...] = (1, 4, 16, 64, 256)
+    drafts: int = 0
     prefix_reuse: bool = True
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
@@ -34,6 +36,8 @@ class EngineConfig:
         for name in ("pages", "page_size", "max_length", "max_requests", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
+        if self.drafts < 0:
+            raise ValueError(f"drafts is {self.drafts}; give at least 0")
         if not self.buckets or list(self.buckets) != sorted({*self.buckets}) or self.buckets[0] < 1:
             raise ValueError(f"buckets is {self.buckets}; give rising numbers of tokens")
         if self.buckets[-1] < self.max_requests:

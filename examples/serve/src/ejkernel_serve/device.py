@@ -1,7 +1,7 @@
 """What a step computes on the device: the trainer's own blocks, with attention that writes and reads pages.
 
-Shapes: N tokens of all requests one after the other, R requests, W pages of the longest one; P pages of each of L layers, of S
-tokens, K key heads and D channels.
+Shapes: N tokens of all requests one after the other, R requests, W pages of the longest one, S tokens that are drawn; P pages of
+each of L layers, of T tokens, K key heads and D channels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOKENS = START + 1
 
 
 class Pages(NamedTuple):
-    """Keys and values `[L * P, S, K, D]`: page p of layer l is row `l P + p`, so that no layer is ever cut out of its array."""
+    """Keys and values `[L * P, T, K, D]`: page p of layer l is row `l P + p`, so that no layer is ever cut out of its array."""
 
     keys: jax.Array
     values: jax.Array
@@ -38,20 +38,27 @@ class Batch(NamedTuple):
 
     Attributes:
         tokens: int32 `[N]`.
+        positions: int32 `[N]`, of each token in its text.
         starts: int32 `[R + 1]`, cumulative numbers of tokens; requests that are not in use have none.
         lengths: int32 `[R]`, tokens of each request after this step.
         tables: int32 `[R, W]`, pages of each request.
-        seeds: uint32 `[R, 2]`, the words of a Threefry key.
-        drawn: int32 `[R]`, how many tokens the request has drawn already.
-        temperature: float32 `[R]`.
-        top_k: int32 `[R]`, 0 for all.
-        top_p: float32 `[R]`.
+        tree: float32 `[R, Q, Q]`, what the first Q new tokens of a request see of each other: see `speculative.tree_bias`. None
+            without drafts.
+        rows: int32 `[S]`, the tokens after which one is drawn.
+        seeds: uint32 `[S, 2]`, the words of a Threefry key.
+        drawn: int32 `[S]`, how many tokens the request has drawn before.
+        temperature: float32 `[S]`.
+        top_k: int32 `[S]`, 0 for all.
+        top_p: float32 `[S]`.
     """
 
     tokens: Array
+    positions: Array
     starts: Array
     lengths: Array
     tables: Array
+    tree: Array | None
+    rows: Array
     seeds: Array
     drawn: Array
     temperature: Array
@@ -89,15 +96,14 @@ def empty_pages(config: ModelConfig, pages: int, page_size: int, dtype: str) -> 
 
 
 def step(weights: Weights, pages: Pages, batch: Batch) -> tuple[Pages, jax.Array, jax.Array]:
-    """Compute the new tokens, and draw the next one of each request.
+    """Compute the new tokens, and draw what comes after some of them.
 
     Returns:
-        The pages with the new tokens' keys and values, in place if they are donated. int32 `[R]`, the token that each request
-        draws. float32 `[R]`, its log-probability by the model, before temperature and filters. Of a request whose prompt is not
-        at its end, and of one without tokens, the latter two mean nothing.
+        The pages with the new tokens' keys and values, in place if they are donated. int32 `[S]`, the tokens that are drawn.
+        float32 `[S]`, their log-probabilities by the model, before temperature and filters.
     """
-    model, (position, last) = weights.model, _places(batch, len(weights.cos))
-    cos, sin = weights.cos[position], weights.sin[position]
+    model = weights.model
+    cos, sin = weights.cos[batch.positions], weights.sin[batch.positions]
     per_layer = len(pages.keys) // model.config.layers
 
     def repeat(carry: tuple[jax.Array, Pages, jax.Array], blocks: tuple[Block, ...]) -> tuple[Any, None]:
@@ -109,17 +115,9 @@ def step(weights: Weights, pages: Pages, batch: Batch) -> tuple[Pages, jax.Array
 
     start = model.embedding[batch.tokens][None], pages, jnp.zeros((), jnp.int32)
     (x, pages, _), _ = jax.lax.scan(repeat, start, model.blocks)
-    rows = choose("ejkernel").rms_norm(x[0, last], model.norm)
-    logits = jnp.einsum("rd,vd->rv", rows, model.embedding)
+    rows = choose("ejkernel").rms_norm(x[0, batch.rows], model.norm)
+    logits = jnp.einsum("sd,vd->sv", rows, model.embedding)
     return pages, *_draw(logits, batch)
-
-
-def _places(batch: Batch, positions: int) -> tuple[jax.Array, jax.Array]:
-    """The position of each token in its request `[N]`, and the last token of each request `[R]`."""
-    number, starts, lengths = jnp.arange(len(batch.tokens)), jnp.asarray(batch.starts), jnp.asarray(batch.lengths)
-    owner = jnp.searchsorted(starts[1:], number, side="right").clip(max=len(lengths) - 1)
-    position = lengths[owner] - starts[owner + 1] + number
-    return position.clip(0, positions - 1), (starts[1:] - 1).clip(min=0)
 
 
 def _block(
@@ -132,7 +130,7 @@ def _block(
     def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:  # [1, N, heads, D] each
         nonlocal written
         written = Pages(*ejkernel.paged_cache_update(key[0], value[0], *pages, *where))
-        return ejkernel.unified_attention(query[0], *written, *where)[None]
+        return ejkernel.unified_attention(query[0], *written, *where, qq_bias=batch.tree)[None]
 
     operations = choose("ejkernel")._replace(attention=attention)
     x, _ = block(x, Context(operations, Layout(), *angles))
@@ -140,7 +138,7 @@ def _block(
 
 
 def _draw(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """From `[R, V]`, with a key for each request of its seed and of how many tokens it has drawn."""
+    """From `[S, V]`, each with a key of its request's seed and of how many tokens that has drawn."""
 
     def key(seed: Any, drawn: Any) -> jax.Array:
         return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), drawn)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from ejkernel_serve import device
+from ejkernel_serve import device, speculative
 from ejkernel_serve.config import EngineConfig, Sampling
-from ejkernel_serve.scheduler import Chunk, Request, Scheduler
+from ejkernel_serve.scheduler import Chunk, Drawn, News, Request, Scheduler
 from ejkernel_train.data import START
 from ejkernel_train.model import Model
 
@@ -57,17 +57,17 @@ class Engine:
         with self._lock:
             self.scheduler.cancel(request)
 
-    def step(self) -> list[Request]:
-        """Run one step. Returns the requests that have a new token, which is the last of their `tokens`, or have ended with it."""
+    def step(self) -> list[News]:
+        """Run one step. Returns the requests that have new tokens, with which they may have ended."""
         with self._lock:
             chunks = self.scheduler.plan()
             batch = self._batch(chunks) if chunks else None
         if batch is None:
             return []
-        self._pages, drawn, logprobs = _STEP(self._weights, self._pages, batch)
-        tokens, known = np.asarray(drawn).tolist(), np.asarray(logprobs).tolist()
+        self._pages, tokens, logprobs = _STEP(self._weights, self._pages, batch)
+        drawn = _by_chunk(chunks, np.asarray(tokens).tolist(), np.asarray(logprobs).tolist())
         with self._lock:
-            return self.scheduler.commit(chunks, tokens[: len(chunks)], known[: len(chunks)])
+            return self.scheduler.commit(chunks, drawn)
 
     def finish(self) -> None:
         """Step until no request is left."""
@@ -87,13 +87,17 @@ class Engine:
             self.scheduler.check()
 
     def _empty(self, size: int) -> device.Batch:
-        """A batch of so many tokens without requests. There are never more requests than tokens."""
-        rows = min(size, self.config.max_requests)
+        """A batch of so many tokens without requests. There are never more requests or drawn tokens than tokens."""
+        requests, nodes = min(size, self.config.max_requests), 1 + self.config.drafts
+        rows = min(size, self.config.max_requests * nodes)
         return device.Batch(
             tokens=np.zeros(size, np.int32),
-            starts=np.zeros(rows + 1, np.int32),
-            lengths=np.zeros(rows, np.int32),
-            tables=np.zeros((rows, self.config.table), np.int32),
+            positions=np.zeros(size, np.int32),
+            starts=np.zeros(requests + 1, np.int32),
+            lengths=np.zeros(requests, np.int32),
+            tables=np.zeros((requests, self.config.table), np.int32),
+            tree=np.zeros((requests, nodes, nodes), np.float32) if self.config.drafts else None,
+            rows=np.zeros(rows, np.int32),
             seeds=np.zeros((rows, 2), np.uint32),
             drawn=np.zeros(rows, np.int32),
             temperature=np.zeros(rows, np.float32),
@@ -102,16 +106,36 @@ class Engine:
         )
 
     def _batch(self, chunks: Sequence[Chunk]) -> device.Batch:
-        batch = self._empty(self.config.bucket(sum(chunk.size for chunk in chunks)))
-        end = 0
-        for row, (request, size) in enumerate(chunks):
-            start, end = end, end + size
+        batch = self._empty(self.config.bucket(sum(chunk.tokens for chunk in chunks)))
+        end = row = 0
+        for number, (request, size, drafts) in enumerate(chunks):
+            start, last, end = end, end + size - 1, end + size + len(drafts)
+            done = request.computed + size
+            depths = (0, *speculative.depths(drafts))
+            batch.tokens[start:end] = [*request.tokens[request.computed : done], *(draft.token for draft in drafts)]
+            batch.positions[start:end] = [*range(request.computed, done), *(done - 1 + depth for depth in depths[1:])]
+            batch.starts[number + 1 :] = end
+            batch.lengths[number] = done + len(drafts)
+            batch.tables[number, : len(request.pages)] = request.pages
+            if batch.tree is not None:
+                batch.tree[number] = speculative.tree_bias(drafts, 1 + self.config.drafts)
+            drawing = slice(row, row + len(depths))
+            row += len(depths)
+            batch.rows[drawing] = range(last, end)
+            batch.drawn[drawing] = [len(request.tokens) - request.prompt + depth for depth in depths]
             sampling = request.sampling
-            batch.tokens[start:end] = request.tokens[request.computed : request.computed + size]
-            batch.starts[row + 1 :] = end
-            batch.lengths[row] = request.computed + size
-            batch.tables[row, : len(request.pages)] = request.pages
-            batch.seeds[row] = sampling.seed >> 32, sampling.seed & 0xFFFFFFFF
-            batch.drawn[row] = len(request.tokens) - request.prompt
-            batch.temperature[row], batch.top_k[row], batch.top_p[row] = sampling.temperature, sampling.top_k, sampling.top_p
+            batch.seeds[drawing] = sampling.seed >> 32, sampling.seed & 0xFFFFFFFF
+            batch.temperature[drawing], batch.top_k[drawing] = sampling.temperature, sampling.top_k
+            batch.top_p[drawing] = sampling.top_p
         return batch
+
+
+def _by_chunk(chunks: Sequence[Chunk], tokens: list[int], logprobs: list[float]) -> list[Drawn]:
+    """Of each chunk the tokens drawn after it and after its drafts."""
+    found: list[Drawn] = []
+    row = 0
+    for chunk in chunks:
+        rows = slice(row, row + 1 + len(chunk.drafts))
+        row = rows.stop
+        found.append(Drawn(tokens[rows], logprobs[rows]))
+    return found

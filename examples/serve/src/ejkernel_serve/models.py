@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-requests", type=int, default=sizes.max_requests, help="that run at once")
     add("--max-waiting", type=int, default=sizes.max_waiting, help="that wait for that; more are refused")
     add("--buckets", type=int, nargs="+", default=list(sizes.buckets), metavar="TOKENS", help="of a step; one program for each")
+    add("--drafts", type=int, default=sizes.drafts, help="guesses of a request's next tokens that a step checks")
     add("--dtype", choices=["bfloat16", "float32"], default=sizes.dtype, help="of products and the cache")
 
 
@@ -57,7 +58,8 @@ def load_model(model: str, size: str, checkpoint: Path | None) -> Model:
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     given: dict[str, Any] = {
-        name: getattr(arguments, name) for name in ("pages", "page_size", "max_length", "max_requests", "max_waiting", "dtype")
+        name: getattr(arguments, name)
+        for name in ("pages", "page_size", "max_length", "max_requests", "max_waiting", "drafts", "dtype")
     }
     return EngineConfig(**given, buckets=tuple(arguments.buckets))
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
+from ejkernel_serve import speculative
 from ejkernel_serve.cache import PageCache
 from ejkernel_serve.config import EngineConfig, Sampling
+from ejkernel_serve.speculative import Draft
 
 Reason = Literal["stop", "length", "cancelled"]
 
@@ -34,6 +36,7 @@ class Request:
         computed: how many tokens have their keys and values in the pages.
         reused: how many of them it did not have to compute, when it was last admitted.
         preemptions: how often it lost its pages.
+        drafted, accepted: drafts that were computed, and those that were right.
         reason: why it ended; None before.
     """
 
@@ -47,6 +50,8 @@ class Request:
     computed: int = 0
     reused: int = 0
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
     reason: Reason | None = None
 
     @property
@@ -59,22 +64,47 @@ class Request:
 
 
 class Chunk(NamedTuple):
-    """The next `size` tokens of a request; `last` if its next token is drawn after them."""
+    """The next `size` tokens of a request, and drafts of what comes after its last one.
+
+    A token is drawn after the chunk's last token, which matters if it is the request's last one, and after each draft. Only a
+    chunk of one token has drafts.
+    """
 
     request: Request
     size: int
+    drafts: tuple[Draft, ...] = ()
 
     @property
-    def last(self) -> bool:
-        return self.size == self.request.remaining
+    def tokens(self) -> int:
+        """That the step computes."""
+        return self.size + len(self.drafts)
+
+
+class Drawn(NamedTuple):
+    """The tokens drawn after a chunk and after each of its drafts, with their log-probabilities."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+
+
+class News(NamedTuple):
+    """A request and how many new tokens it has."""
+
+    request: Request
+    number: int
 
 
 class Scheduler:
     """Requests that wait and that run, oldest first, and the pages."""
 
-    def __init__(self, config: EngineConfig, end: int | None = None) -> None:
-        """`end`: the token that ends a text; None if there is none."""
-        self.config, self.end = config, end
+    def __init__(
+        self,
+        config: EngineConfig,
+        end: int | None = None,
+        propose: Callable[[Sequence[int], int], tuple[Draft, ...]] = speculative.propose,
+    ) -> None:
+        """`end`: the token that ends a text; None if there is none. `propose`: at most so many drafts of what follows tokens."""
+        self.config, self.end, self.propose = config, end, propose
         self.cache = PageCache(config.pages, config.page_size, reuse=config.prefix_reuse)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -127,28 +157,33 @@ class Scheduler:
             while budget > 0 and self._admit():
                 budget -= self._add_chunk(chunks, self.running[-1], budget)
             if chunks or not self.running:
-                return chunks
+                return self._speculate(chunks, budget)
             self._preempt(self.running[-1])
 
-    def commit(self, chunks: Sequence[Chunk], drawn: Sequence[int], logprobs: Sequence[float]) -> list[Request]:
-        """Take in what a step computed, a token and its log-probability for each chunk. Returns the requests with a new token.
+    def commit(self, chunks: Sequence[Chunk], drawn: Sequence[Drawn]) -> list[News]:
+        """Take in what a step has drawn for each chunk. Returns the requests with new tokens.
 
         Requests that were cancelled meanwhile are passed over.
         """
-        changed: list[Request] = []
-        for (request, size), token, logprob in zip(chunks, drawn, logprobs, strict=True):
+        news: list[News] = []
+        for chunk, after in zip(chunks, drawn, strict=True):
+            request = chunk.request
             if request.reason is not None:
                 continue
-            last = request.remaining == size
-            self._advance(request, size)
-            if last:
-                changed.append(request)
-                request.tokens.append(token)
-                request.logprobs.append(logprob)
-                reason = self._reason(request)
-                if reason is not None:
-                    self._end(request, reason)
-        return changed
+            if chunk.size < request.remaining:
+                self._advance(request, chunk.size)
+                continue
+            before = len(request.tokens)
+            right = self._follow(chunk, after)
+            request.drafted, request.accepted = request.drafted + len(chunk.drafts), request.accepted + len(right)
+            # keys and values of drafts stay if they lie as a text without other branches would; others are computed again
+            kept = sum(index == place for place, index in enumerate(right))
+            self._advance(request, chunk.size + kept)
+            reason = self._reason(request)
+            if reason is not None:
+                self._end(request, reason)
+            news.append(News(request, len(request.tokens) - before))
+        return news
 
     def check(self) -> None:
         """That no page is lost; see `PageCache.check`."""
@@ -162,6 +197,34 @@ class Scheduler:
             if request in self.running:
                 chunks.append(Chunk(request, 1))
         return chunks
+
+    def _speculate(self, chunks: list[Chunk], budget: int) -> list[Chunk]:
+        """Give requests that decode drafts, as far as budget and free pages go; none is preempted for a guess."""
+        for place, (request, size, _) in enumerate(chunks):
+            wanted = min(
+                self.config.drafts,
+                budget,
+                request.prompt + request.sampling.max_tokens - len(request.tokens) - 1,  # what may come after the next token
+            )
+            if size == request.remaining == 1 and wanted > 0:  # the tree counts from a chunk's first token
+                drafts = self.propose(request.tokens, wanted)
+                if self._extend(request, size + len(drafts)):
+                    budget -= len(drafts)
+                    chunks[place] = Chunk(request, size, drafts)
+        return chunks
+
+    def _follow(self, chunk: Chunk, drawn: Drawn) -> list[int]:
+        """Append what was drawn after the chunk, and, while a draft was right, after that one. Returns the drafts that were."""
+        request, right, at = chunk.request, list[int](), -1
+        while True:
+            token = drawn.tokens[at + 1]
+            request.tokens.append(token)
+            request.logprobs.append(drawn.logprobs[at + 1])
+            following = speculative.children(chunk.drafts, at).get(token)
+            if following is None or self._reason(request) is not None:
+                return right
+            at = following
+            right.append(at)
 
     def _add_chunk(self, chunks: list[Chunk], request: Request, budget: int) -> int:
         """The tokens of a prompt for which there are budget and pages."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ejkernel_serve.config import Sampling
 from ejkernel_serve.engine import Engine
-from ejkernel_serve.scheduler import Reason, Request
+from ejkernel_serve.scheduler import News, Reason, Request
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -99,19 +99,19 @@ class Worker:
                 self._wake.wait()
                 self._wake.clear()
                 while self.engine.busy and not self._stopping:
-                    changed = self.engine.step()
-                    news = [(each, Token(each.tokens[-1], each.logprobs[-1], each.reason)) for each in changed]
+                    news = [(each.request, _tokens(each)) for each in self.engine.step()]
                     self._loop.call_soon_threadsafe(self._deliver, news)
         except Exception:
             _LOGGER.exception("the engine's step failed")
             self._loop.call_soon_threadsafe(self._fail, StoppedError("the engine has failed"))
 
-    def _deliver(self, news: list[tuple[Request, Token]]) -> None:
-        for request, token in news:
+    def _deliver(self, news: list[tuple[Request, list[Token]]]) -> None:
+        for request, tokens in news:
             generation = self._live.get(request)
             if generation is not None:  # not cancelled meanwhile
-                generation.tokens.put_nowait(token)
-                if token.reason is not None:
+                for token in tokens:
+                    generation.tokens.put_nowait(token)
+                if tokens[-1].reason is not None:
                     del self._live[request]
 
     def _fail(self, failure: StoppedError) -> None:
@@ -120,3 +120,13 @@ class Worker:
         self.cancel(left)
         for generation in left:
             generation.tokens.put_nowait(failure)
+
+
+def _tokens(news: News) -> list[Token]:
+    """The new ones; the reason why the request ended is that of the last."""
+    request, number = news
+    new = zip(request.tokens[-number:], request.logprobs[-number:], strict=True)
+    return [
+        Token(token, logprob, request.reason if left == 1 else None)
+        for (token, logprob), left in zip(new, range(number, 0, -1), strict=True)
+    ]
