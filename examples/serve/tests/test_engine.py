@@ -102,7 +102,7 @@ def test_preemption_changes_nothing(model: Model, engine_of: Engines):
     small = [engine.submit(prompt, which) for prompt in prompts(6, seed=2) for which in sampling]
     engine.finish()
     assert sum(request.preemptions for request in small) > 0
-    large = engine_of(max_requests=1, prefix_reuse=False)
+    large = engine_of(prefix_reuse=False)
     for request in small:
         alone = large.submit(request.tokens[: request.prompt], request.sampling)
         large.finish()

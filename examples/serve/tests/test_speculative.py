@@ -84,4 +84,4 @@ def test_drafts_change_nothing_but_the_number_of_steps(engine_of: Engines):
             assert one.generated == other.generated
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
     assert sum(request.drafted for request in guessed) > 5
-    assert sum(request.accepted for request in told) > 20  # of 48 tokens
+    assert sum(request.accepted for request in told) > 12  # of 48 tokens
