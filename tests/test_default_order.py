@@ -195,3 +195,13 @@ def test_what_stands_first_on_a_grid_of_shapes_was_fastest(row):
     first = max(found, key=lambda name: found[name])
     assert min(found.values()) > UNMEASURED, found
     assert row["milliseconds"][first] <= TOLERATED * min(row["milliseconds"].values()), (first, row["milliseconds"])
+
+
+@pytest.mark.parametrize("function", ["fused_cross_entropy", "token_logprobs"])
+def test_a_loss_with_a_head_is_no_fallback(function, recwarn):
+    shape = jax.ShapeDtypeStruct
+    hidden, head, targets = shape((64, 128), jnp.bfloat16), shape((128, 1000), jnp.bfloat16), shape((64,), jnp.int32)
+    named = {"hidden": hidden, "lm_head_weight": head, "targets": targets}
+    with ejkernel.use(target="gpu:9.0"):
+        jax.jit(lambda arguments: getattr(ejkernel, function)(**arguments)).trace(named)
+    assert not [warning for warning in recwarn if issubclass(warning.category, ejkernel.errors.FallbackWarning)]

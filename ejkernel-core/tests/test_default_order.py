@@ -150,7 +150,7 @@ def test_a_platform_that_is_named_or_alone_runs_all_the_same(explained):
     for setting in ({"EJKERNEL_PLATFORM": "pallas"}, {"EJKERNEL_FORBID": "triton,xla"}):
         ((forward, backward),) = explained(attention(tokens=64), **setting)
         assert chosen(forward) == chosen(backward) == "pallas.mosaic_gpu"
-        reason = "" if "EJKERNEL_PLATFORM" in setting else "lower priority: 64 tokens, fewer than 1024, were not timed"
+        reason = "" if "EJKERNEL_PLATFORM" in setting else "lower priority: 64 tokens, fewer than 256, were not timed"
         assert forward["pallas.mosaic_gpu"] == ["chosen", reason]
 
 
