@@ -61,7 +61,7 @@ class Engine:
         """Run one step. Returns the requests that have new tokens, with which they may have ended."""
         with self._lock:
             chunks = self.scheduler.plan()
-            batch = self._batch(chunks) if chunks else None
+            batch = self.batch(chunks) if chunks else None
         if batch is None:
             return []
         self._pages, tokens, logprobs = _STEP(self._weights, self._pages, batch)
@@ -105,7 +105,8 @@ class Engine:
             top_p=np.ones(rows, np.float32),
         )
 
-    def _batch(self, chunks: Sequence[Chunk]) -> device.Batch:
+    def batch(self, chunks: Sequence[Chunk]) -> device.Batch:
+        """The arrays of a step."""
         batch = self._empty(self.config.bucket(sum(chunk.tokens for chunk in chunks)))
         end = row = 0
         for number, (request, size, drafts) in enumerate(chunks):
