@@ -180,3 +180,29 @@ def test_a_recorded_result_as_dispatched_today():
         assert [run.samples for run in now.runs] == [run.samples for run in then.runs]
         assert now.ours is not None and now.ours.chosen and sum(run.chosen for run in mine) == 1
         assert now.ours.seconds <= TOLERATED * min(run.seconds for run in mine)
+
+
+GRID = json.loads((RESULTS / "orders_h100.json").read_text())["times"]
+
+
+@pytest.mark.parametrize("row", GRID, ids=lambda row: f"{row['case']} {row['phase']}")
+def test_what_stands_first_on_a_grid_of_shapes_was_fastest(row):
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in row["arrays"]]
+    decision = ejkernel.explain(row["function"], *arrays, **row["options"]).forward
+    found = {
+        name: default_priority(name, decision.operation, decision.call, row["phase"], H100).level
+        for name in row["milliseconds"]
+    }
+    first = max(found, key=lambda name: found[name])
+    assert min(found.values()) > UNMEASURED, found
+    assert row["milliseconds"][first] <= TOLERATED * min(row["milliseconds"].values()), (first, row["milliseconds"])
+
+
+@pytest.mark.parametrize("function", ["fused_cross_entropy", "token_logprobs"])
+def test_a_loss_with_a_head_is_no_fallback(function, recwarn):
+    shape = jax.ShapeDtypeStruct
+    hidden, head, targets = shape((64, 128), jnp.bfloat16), shape((128, 1000), jnp.bfloat16), shape((64,), jnp.int32)
+    named = {"hidden": hidden, "lm_head_weight": head, "targets": targets}
+    with ejkernel.use(target="gpu:9.0"):
+        jax.jit(lambda arguments: getattr(ejkernel, function)(**arguments)).trace(named)
+    assert not [warning for warning in recwarn if issubclass(warning.category, ejkernel.errors.FallbackWarning)]

@@ -44,16 +44,17 @@ def reports() -> list[dict[str, Any]]:
 
 
 def evidence(platform: str, operation: str, found: list[dict[str, Any]]) -> list[str]:
-    """One line for every device on which the conformance suite ran."""
-    lines = []
+    """One line for every device on which the conformance suite ran, of the run with the most cases."""
+    lines: dict[str, tuple[int, str]] = {}
     for report in found:
         outcome = report["operations"].get(operation)
         if report["platform"] == platform and outcome:
             totals = {key: sum(level[key] for level in outcome["levels"].values()) for key in ("pass", "refused", "fail")}
             refused = f", {totals['refused']} refused" if totals["refused"] else ""
             failed = f", **{totals['fail']} failed**" if totals["fail"] else ""
-            lines.append(f"{report['device']}: {totals['pass']} passed{refused}{failed}")
-    return lines
+            line = totals["pass"], f"{report['device']}: {totals['pass']} passed{refused}{failed}"
+            lines[report["device"]] = max(line, lines.get(report["device"], line))
+    return [line for _, line in lines.values()]
 
 
 def support() -> str:
@@ -72,6 +73,45 @@ def support() -> str:
             proof = evidence(platform, operation, found) or ["no conformance run recorded"]
             cells.append(f"{' + '.join(sorted(phases, reverse=True))} ({backends})<br>{'<br>'.join(proof)}")
         lines.append(f"| `{operation}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def implemented() -> str:
+    """What each platform brings, in Markdown."""
+    known = declared()
+    lines = ["| platform | devices | forward and backward | forward |", "|---|---|---|---|"]
+    for platform in PLATFORMS:
+        operations = known[platform]
+        backends = sorted({backend for phases in operations.values() for found in phases.values() for backend in found})
+        both = sorted(name for name, phases in operations.items() if len(phases) > 1)
+        cells = [
+            "every operation" if platform == "xla" and names is both else ", ".join(f"`{name}`" for name in names) or "-"
+            for names in (both, sorted(operations.keys() - both))
+        ]
+        lines.append(f"| {platform} | {', '.join(backends)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def training() -> str:
+    """The trainer of the examples beside plain JAX, from its records, in Markdown."""
+    lines = [
+        "| model | device | tokens/s | plain JAX | ratio | memory | plain JAX |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for path in sorted(RESULTS.glob("train_*.json")):
+        record = json.loads(path.read_text())
+        builds = {build["kernels"]: build for build in record["builds"] if not build["plain"]}
+        ours, plain = builds["ejkernel"], builds["plain"]
+        rates, memory = ([build[name] for build in (ours, plain)] for name in ("tokens_per_second", "program_bytes"))
+        config = record["config"]
+        cells = [
+            f"{config['model']} {config['size']}, {config['batch']} x {config['length']}",
+            record["device"],
+            *(f"{rate:,.0f}" for rate in rates),
+            f"{rates[0] / rates[1]:.2f}",
+            *(f"{size / 2**30:.1f} GiB" for size in memory),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -303,7 +343,7 @@ def _lost_row(record: str, case: Case, found: Standing) -> str:
 
 
 PAGES = {
-    "README.md": {"support": support},
+    "README.md": {"platforms": implemented, "training": training},
     "docs/support.md": {"support": support},
     "docs/environment.md": {"variables": variables},
     "docs/evidence/losses.md": {"losses": losses},

@@ -99,7 +99,7 @@ def test_it_depends_on_the_call_and_the_phase(explained):
             attention(sliding_window=[300, 300], key_heads=2),
         ],
         ("triton", "triton", "heads of 96 with values of 96 were not timed"): [attention(96)],
-        ("triton", "triton", "1 tokens, fewer than 1024, were not timed"): [attention(tokens=1)],
+        ("triton", "triton", "1 tokens, fewer than 256, were not timed"): [attention(tokens=1)],
         ("triton", "triton", "64 rows for 8 matrices, fewer than 256 for each, were not timed"): [products(64)],
         ("triton", "triton", "matrices of 4096 x 1000, which are copied to multiples of 64, were not timed"): [
             products(columns=1000)
@@ -150,7 +150,7 @@ def test_a_platform_that_is_named_or_alone_runs_all_the_same(explained):
     for setting in ({"EJKERNEL_PLATFORM": "pallas"}, {"EJKERNEL_FORBID": "triton,xla"}):
         ((forward, backward),) = explained(attention(tokens=64), **setting)
         assert chosen(forward) == chosen(backward) == "pallas.mosaic_gpu"
-        reason = "" if "EJKERNEL_PLATFORM" in setting else "lower priority: 64 tokens, fewer than 1024, were not timed"
+        reason = "" if "EJKERNEL_PLATFORM" in setting else "lower priority: 64 tokens, fewer than 256, were not timed"
         assert forward["pallas.mosaic_gpu"] == ["chosen", reason]
 
 

@@ -53,7 +53,12 @@ def test_the_second_process_does_not_call_jax_triton(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("DISABLE_LLVM_OPT", "1"), ("TRITON_F32_DEFAULT", "ieee"), ("TRITON_PTXAS_PATH", "/elsewhere/ptxas"), ("PTXAS_OPTIONS", "-O0")],
+    [
+        ("DISABLE_LLVM_OPT", "1"),
+        ("PTXAS_OPTIONS", "-O0"),
+        ("TRITON_F32_DEFAULT", "ieee"),
+        ("TRITON_PTXAS_PATH", "/elsewhere/ptxas"),
+    ],
 )
 def test_settings_of_the_compiler_make_another_key(name, value, monkeypatch):
     before = _jax_triton.lowered_from()

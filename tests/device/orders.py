@@ -3,10 +3,12 @@
     python tests/device/orders.py --out results
 
 For `flash_attention` (lengths, heads and masks of a grid) and `paged_attention` (prefill, mixed, decode), bfloat16: device time by
-JAX's profiler of each implementation that takes the call, forward and backward, each compared with the chosen one's numbers. Prints a line
-where another is faster by more than `--margin`, writes `orders.json` under `--out` (or `$OUT`), exits with 1 if numbers differ.
+JAX's profiler of each implementation that takes the call, forward and backward, each compared with the chosen one's numbers. Marks
+a line where another is faster by more than `--margin`, writes `orders.json` under `--out` (or `$OUT`), exits with 1 if numbers
+differ.
 
-`--only` of attention,pages; `--cases` a regular expression for their names; `--budget` seconds after which nothing new is started; `--threads` that compile.
+`--only` of attention,pages; `--cases` a regular expression for their names; `--budget` seconds after which nothing new is started;
+`--threads` that compile.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -159,7 +161,15 @@ def measure(report: Report, problem: Problem, phase: str, margin: float, threads
             times[name] = device_milliseconds(program, arrays)
         except Exception as error:  # noqa: BLE001 - the others are measured all the same
             report.check(label, False, f"{type(error).__name__}: {str(error)[:200]}")
-    row = {"case": problem.name, "phase": phase, "chosen": chosen, "milliseconds": times}
+    row = {
+        "case": problem.name,
+        "function": problem.operation,
+        "options": problem.options,
+        "phase": phase,
+        "chosen": chosen,
+        "arrays": [[list(array.shape), str(array.dtype)] for array in given],
+        "milliseconds": times,
+    }
     report.result["times"].append(row)
     best = min(times, key=lambda name: times[name], default=chosen)
     mark = " "

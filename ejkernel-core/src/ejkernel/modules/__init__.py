@@ -111,12 +111,12 @@ from ejkernel.modules.ring import RingAttention, ring_attention, zigzag_shard, z
 from ejkernel.modules.rotary import (
     FusedQkNormRope,
     LlamaRope,
-    LlamaRotaryEmbedding,
     Rope,
     fused_qk_norm_rope,
     llama_rope,
     rope,
 )
+from ejkernel.modules.rotary_embedding import LlamaRotaryEmbedding
 from ejkernel.modules.sampling import SampleTokens, sample_tokens
 from ejkernel.modules.serving import RaggedPageAttentionv2, UnifiedAttention, ragged_page_attention_v2, unified_attention
 from ejkernel.modules.serving_decode import DecodeAttention, RaggedDecodeAttention, decode_attention, ragged_decode_attention

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel._pipeline.operation import Operation
-from ejkernel.errors import invalid, wrong_type
+from ejkernel.errors import wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.common.rotary.interface import check_pairs
 from ejkernel.operations.qk_norm_rope.interface import OPERATION as _QK_NORM_ROPE
@@ -187,91 +181,3 @@ def _turn(operation: Operation, arrays: dict[str, Any], options: dict[str, Any],
 Rope = class_form("Rope", rope)
 LlamaRope = class_form("LlamaRope", llama_rope)
 FusedQkNormRope = class_form("FusedQkNormRope", fused_qk_norm_rope)
-
-
-class LlamaRotaryEmbedding:
-    """Makes cos and sin for `llama_rope` from positions: pair i turns by `position * base^(-2i / dim)`.
-
-    Angles are products of float32 numbers, as in the models that were trained with them; at position p the angle of the first
-    pair is exact up to 2^24, and the others carry a relative error of 1e-7, that is, `p * 1e-7` radians at most.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        base: float = 10000.0,
-        *,
-        scaling: Mapping[str, Any] | None = None,
-        interleaved: bool = False,
-        per_pair: bool = False,
-    ) -> None:
-        """
-        Args:
-            dim: number of rotated channels; even.
-            base: ratio of the slowest to the fastest period, for dim channels.
-            scaling: None; `{"rope_type": "linear", "factor": f}`: positions divided by f; or `{"rope_type": "llama3",
-                "factor": f, "low_freq_factor": l, "high_freq_factor": h, "original_max_position_embeddings": n}`: periods
-                above n / l stretched by f, those below n / h kept, and a blend in between.
-            interleaved: repeat each number for neighbouring channels instead of for both halves, as `llama_rope(interleaved=True)`
-                reads them.
-            per_pair: one number per pair, which fits both kinds of pairs, and is half as much to read.
-
-        Raises:
-            ValueError: dim is not even and positive, base is not positive, or scaling is not one of these.
-        """
-        if not isinstance(dim, int) or dim <= 0 or dim % 2:
-            raise invalid("dim", dim, "an even number of channels > 0")
-        if base <= 0:
-            raise invalid("base", base, "a number > 0")
-        for name, flag in (("interleaved", interleaved), ("per_pair", per_pair)):
-            if not isinstance(flag, bool):
-                raise wrong_type(name, repr(flag), "a bool")
-        if interleaved and per_pair:
-            raise invalid(
-                "per_pair", True, "False with interleaved=True", remedy="one number per pair has no order of channels"
-            )
-        self.dim, self.interleaved, self.per_pair = dim, interleaved, per_pair
-        frequencies = 1.0 / float(base) ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
-        self.frequencies = _scaled(frequencies, scaling).astype(np.float32)
-
-    def __call__(self, position_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """cos and sin of positions.
-
-        Args:
-            position_ids: integers or floating numbers `[B,T]` or `[T]`; any size, negative ones too.
-
-        Returns:
-            cos and sin, float32, `[B,T,dim]` or `[T,dim]`, one number per channel; with per_pair `[B,T,dim / 2]` or `[T,dim / 2]`.
-
-        Raises:
-            TypeError: positions are not numbers.
-        """
-        position_ids = jnp.asarray(position_ids)
-        if not jnp.issubdtype(position_ids.dtype, jnp.integer) and not jnp.issubdtype(position_ids.dtype, jnp.floating):
-            raise wrong_type("position_ids", f"dtype {position_ids.dtype}", "integers or floating numbers")
-        frequencies = self.frequencies.reshape((1,) * position_ids.ndim + (-1,))
-        angles = position_ids[..., None].astype(jnp.float32) * frequencies
-        if not self.per_pair:
-            angles = jnp.repeat(angles, 2, axis=-1) if self.interleaved else jnp.concatenate([angles, angles], axis=-1)
-        return jnp.cos(angles), jnp.sin(angles)
-
-
-def _scaled(frequencies: np.ndarray, scaling: Mapping[str, Any] | None) -> np.ndarray:
-    if scaling is None:
-        return frequencies
-    fields = {
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    }
-    kind = scaling.get("rope_type")
-    if kind not in fields:
-        raise invalid("scaling", f"rope_type {kind!r}", f"one of {', '.join(fields)}")
-    if set(scaling) != {"rope_type", *fields[kind]}:
-        raise invalid("scaling", f"fields {', '.join(sorted(scaling))}", f"rope_type, {', '.join(fields[kind])}")
-    slow = frequencies / scaling["factor"]
-    if kind == "linear":
-        return slow
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return kept * frequencies + (1 - kept) * slow

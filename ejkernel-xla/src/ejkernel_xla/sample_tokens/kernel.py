@@ -1,6 +1,7 @@
 """Thresholds without a sort: the bits of floats are ordered as integers, on which a bisection finds the smallest logit kept.
 
-A top_k that is known when the program is built takes `lax.top_k`, and a top_p beside it only looks at those k.
+A top_k that is known when the program is built takes `lax.top_k`, and a top_p beside it only looks at those k; but not for many
+rows on a GPU, where `lax.top_k` takes twice as long as the bisection (benchmarks/results/glu_sample_triton_h100.json).
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ import jax.numpy as jnp
 
 from ejkernel.operations.sample_tokens.interface import NO_TOKEN, SampleTokensCall, SampleTokensInputs, SampleTokensOutputs
 from ejkernel.operations.sample_tokens.noise import LARGEST, bits
+from ejkernel.plugin import current_target
 from ejkernel.utils.dtypes import accumulator
+
+_MOST_ROWS_SORTED = 4
+"""On a GPU; one row took 59 us, by bisection 193, and 16 rows 486 and 225."""
+
+
+def _sorts(call: SampleTokensCall) -> bool:
+    rows = call.logits.shape[0] * call.logits.shape[1]
+    return call.static_top_k is not None and (current_target().backend != "gpu" or rows <= _MOST_ROWS_SORTED)
 
 
 def _ordered(x: Any) -> Any:
@@ -83,12 +93,13 @@ def _kept(call: SampleTokensCall, inputs: SampleTokensInputs, x: Any, largest: A
     ordered, most = _ordered(x), _ordered(largest)
     top: Any = None
     places: Any = None
-    if call.static_top_k is not None:
+    if _sorts(call):
         values, places = jax.lax.top_k(x.astype(accumulator(x.dtype)), call.static_top_k)
         top = _ordered(values.astype(x.dtype))
         kept = kept & (ordered >= top[..., -1:])
-    elif inputs.top_k is not None:
-        kept = kept & (ordered >= _top_k(jnp.expand_dims(inputs.top_k, -1), ordered, most))
+    elif call.static_top_k is not None or inputs.top_k is not None:
+        top_k = jnp.int32(call.static_top_k) if inputs.top_k is None else jnp.expand_dims(inputs.top_k, -1)
+        kept = kept & (ordered >= _top_k(top_k, ordered, most))
     if inputs.top_p is not None:
         top_p = jnp.expand_dims(inputs.top_p, -1).astype(weights.dtype)
         needed = jnp.where(top_p >= 1, jnp.inf, top_p * _total(jnp.where(kept, weights, 0)))
