@@ -21,9 +21,11 @@ import ejkernel
 from ejkernel import kernel_registry, use
 from ejkernel._dispatch import lowered
 from ejkernel._dispatch.recording import record_calls
+from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel._plugins.records import Candidate
 from ejkernel.errors import PluginError
-from ejkernel.plugin import Implementation, resolve
+from ejkernel.plugin import Implementation, Target, resolve
+from ejkernel.testing.problem import Problem, cases_of, representative
 from ejkernel.utils.kernel_store import stored_kernels
 from ejkernel.utils.spelled import spelled
 
@@ -483,3 +485,27 @@ def test_spelling_tells_values_apart():
 def test_what_only_has_an_address_cannot_be_spelled(value):
     with pytest.raises(TypeError, match="expected plain values"):
         spelled(value)
+
+
+@pytest.mark.parametrize("operation", sorted(OPERATIONS))
+def test_no_two_calls_of_an_operation_are_spelled_alike(operation):
+    """Over all cases, with every implementation's configs for a GPU; calls with functions in them are not spelled."""
+    target = Target("gpu", "", "9.0")
+    found: dict[str, Any] = {}
+    for case in cases_of(operation):
+        call = Problem(operation, case, "bfloat16", "xla").bound.call
+        try:
+            spelled(call)
+        except TypeError:
+            assert any(callable(getattr(call, field.name)) for field in dataclasses.fields(call))
+            continue
+        saving = dataclasses.replace(call, save_residuals=not call.save_residuals)
+        for value in (call, saving):
+            assert found.setdefault(spelled(value), value) == value
+        for candidate in kernel_registry.list_implementations(operation) if case in representative(operation)[:1] else ():
+            space, supports = map(resolve, (candidate.implementation.configs, candidate.implementation.supports))
+            if space is None or (supports is not None and supports(call, target)):
+                continue
+            configs = [space.heuristic(call, target), *space.search_space(call, target)]
+            assert len({spelled(config) for config in configs}) == len({*configs})
+    assert len({*found.values()}) == len(found) > 0
