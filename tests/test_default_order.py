@@ -190,7 +190,8 @@ def test_what_stands_first_on_a_grid_of_shapes_was_fastest(row):
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in row["arrays"]]
     decision = ejkernel.explain(row["function"], *arrays, **row["options"]).forward
     found = {
-        name: default_priority(name, decision.operation, decision.call, row["phase"], H100).level for name in row["milliseconds"]
+        name: default_priority(name, decision.operation, decision.call, row["phase"], H100).level
+        for name in row["milliseconds"]
     }
     first = max(found, key=lambda name: found[name])
     assert min(found.values()) > UNMEASURED, found

@@ -106,8 +106,8 @@ def _attention_on_cuda(call: FlashAttentionCall, phase: Phase, target: Target) -
     4096 queries and keys, H9 D128             0.128, Mosaic GPU 0.156, Triton 0.213, XLA 1.90
 
     Of 4096 tokens in sequences of 256, 512 and 1024 (orders_h100.json, us): H16 D128 causal 37, 43, 55, Mosaic GPU 52, 55, 66,
-    Triton 39, 47, 65; with a cap 40, 45, 65, Mosaic GPU 53, 57, 70; H8/4 D256 causal 30, 33, 43, Mosaic GPU 38, 42, 52, with a cap 31, 35,
-    47, Mosaic GPU 38, 42, 51, full 31, 39, 58, Mosaic GPU 27, 36, 58.
+    Triton 39, 47, 65; with a cap 40, 45, 65, Mosaic GPU 53, 57, 70; H8/4 D256 causal 30, 33, 43, Mosaic GPU 38, 42, 52, with a cap
+    31, 35, 47, Mosaic GPU 38, 42, 51, full 31, 39, 58, Mosaic GPU 27, 36, 58.
     """
     width = call.window_width
     if few := _few_tokens(call, phase):
