@@ -18,7 +18,7 @@ import pytest
 from ejkernel_serve import bench, models
 from ejkernel_serve.__main__ import main
 from ejkernel_serve.config import EngineConfig, Sampling
-from ejkernel_serve.engine import Engine
+from ejkernel_serve.engine import STEP, Engine
 from ejkernel_serve.text import text_of, tokens_of
 from ejkernel_train import __main__ as trainer
 
@@ -68,6 +68,20 @@ def test_the_weights_are_those_that_were_trained(checkpoint: Path):
     trained, random = (models.load_model("llama", "tiny", folder) for folder in (checkpoint, None))
     assert jax.tree.structure(trained) == jax.tree.structure(random)
     assert not np.allclose(trained.embedding, random.embedding)
+
+
+def test_nothing_is_compiled_after_the_warm_up(checkpoint: Path):
+    """With restored weights, which are placed on a device, as with random ones."""
+    config = EngineConfig(pages=33, max_length=64, max_requests=4, buckets=(4, 8), dtype="float32")
+    for folder in (checkpoint, None):
+        engine = Engine(models.load_model("llama", "tiny", folder), config)
+        engine.scheduler.end = None
+        engine.warm_up()
+        programs = STEP._cache_size()
+        requests = [engine.submit(tokens_of("a" * size), Sampling(max_tokens=3)) for size in (1, 9, 20)]
+        engine.finish()
+        assert [len(request.generated) for request in requests] == [3, 3, 3]
+        assert STEP._cache_size() == programs
 
 
 def test_checkpoints_that_are_none(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -20,12 +20,12 @@ import uvicorn
 from ejkernel_serve.config import Sampling
 from ejkernel_serve.engine import Engine
 from ejkernel_serve.protocol import parse
-from ejkernel_serve.scheduler import News
+from ejkernel_serve.scheduler import News, Request
 from ejkernel_serve.server import MAX_BODY, application
 from ejkernel_serve.text import text_of
 
 Engines = Callable[..., Engine]
-SIZES: dict[str, Any] = {"pages": 128, "page_size": 16, "max_length": 512, "max_requests": 8, "buckets": (8, 64)}
+SIZES: dict[str, Any] = {"pages": 32, "page_size": 16, "max_length": 512, "max_requests": 8, "buckets": (8, 64)}
 
 
 class Server:
@@ -186,7 +186,7 @@ def test_other_routes(server: Server):
     assert server.client.get("/v1/models").json()["data"][0]["id"] == "tiny"
     assert server.client.get("/v1/models/tiny").json()["object"] == "model"
     state = server.client.get("/health").json()
-    assert state == {"status": "ok", "running": 0, "waiting": 0, "pages": 128, "pages_held": 0}
+    assert state == {"status": "ok", "running": 0, "waiting": 0, "pages": 32, "pages_held": 0}
     for method, path, status in [("GET", "/v1/completions", 405), ("GET", "/v2", 404), ("GET", "/v1/models/large", 404)]:
         answer = server.client.request(method, path)
         assert answer.status_code == status
@@ -265,26 +265,42 @@ def test_bodies_that_are_no_request(server: Server):
 
 
 def test_64_clients_at_once(server: Server, engine_of: Engines):
-    """None is lost and none gets what is another's: every text is that of the request alone."""
+    """None is lost and none gets what is another's: every text is that of the request alone. Eight fill the pages, so that some
+    are preempted; and every fourth client leaves when it has its first event."""
     wanted = [
-        {"prompt": f"client {number}: ", "max_tokens": 5 + number % 30, "temperature": number % 3 / 2, "seed": number}
+        {"prompt": f"client {number}: ", "max_tokens": 50 + number % 30, "temperature": number % 3 / 2, "seed": number}
         for number in range(64)
     ]
+    submit, requests = server.engine.submit, list[Request]()
 
-    async def one(client: httpx.AsyncClient, number: int) -> str:
-        body = {"model": "tiny", **wanted[number], "stream": number % 2 == 0}
+    def counted(prompt: Sequence[int], sampling: Sampling) -> Request:
+        requests.append(submit(prompt, sampling))
+        return requests[-1]
+
+    server.engine.submit = counted
+
+    async def one(client: httpx.AsyncClient, number: int) -> str | None:
+        body = {"model": "tiny", **wanted[number], "stream": number % 2 == 1}
+        if number % 4 == 3:
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    assert line.startswith("data: ")
+                    return None
         answer = (await client.post("/v1/completions", json=body)).raise_for_status()
-        if number % 2:
+        if number % 2 == 0:
             return answer.json()["choices"][0]["text"]
         return "".join(event["choices"][0]["text"] for event in events(answer))
 
-    async def everyone() -> list[str]:
+    async def everyone() -> list[str | None]:
         async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=None)) as client:
             return await asyncio.gather(*(one(client, number) for number in range(64)))
 
     texts = asyncio.run(everyone())
+    wait_for(server.idle)
     engine = engine_of(**SIZES)
-    assert texts == [alone(engine, **fields) for fields in wanted]
+    assert texts == [None if number % 4 == 3 else alone(engine, **wanted[number]) for number in range(64)]
+    assert len(requests) == 64 and sum(request.preemptions for request in requests) > 0
+    assert 0 < sum(request.reason == "cancelled" for request in requests) <= 16
 
 
 @pytest.mark.parametrize("stream", [True, False])

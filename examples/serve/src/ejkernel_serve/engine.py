@@ -14,7 +14,7 @@ from ejkernel_serve.scheduler import Chunk, Drawn, News, Request, Scheduler
 from ejkernel_train.data import START
 from ejkernel_train.model import Model
 
-_STEP = jax.jit(device.step, donate_argnums=1)
+STEP = jax.jit(device.step, donate_argnums=1)
 """One program for each bucket, shared by engines of the same sizes."""
 
 
@@ -31,8 +31,10 @@ class Engine:
         self.config = config
         self.scheduler = Scheduler(config, end=START)
         self._lock = threading.Lock()
-        self._weights = device.prepare(model, config.dtype, config.max_length)
-        self._pages = device.empty_pages(model.config, config.pages, config.page_size, config.dtype)
+        weights = device.prepare(model, config.dtype, config.max_length)
+        pages = device.empty_pages(model.config, config.pages, config.page_size, config.dtype)
+        # placed, as restored weights are: with pages that were not, the first step's program would be another than later ones'
+        self._weights, self._pages = jax.device_put((weights, pages), jax.devices()[0])
 
     @property
     def busy(self) -> bool:
@@ -64,7 +66,7 @@ class Engine:
             batch = self.batch(chunks) if chunks else None
         if batch is None:
             return []
-        self._pages, tokens, logprobs = _STEP(self._weights, self._pages, batch)
+        self._pages, tokens, logprobs = STEP(self._weights, self._pages, batch)
         drawn = _by_chunk(chunks, np.asarray(tokens).tolist(), np.asarray(logprobs).tolist())
         with self._lock:
             return self.scheduler.commit(chunks, drawn)
@@ -78,7 +80,7 @@ class Engine:
         """Compile the program of every bucket."""
         for size in self.config.buckets:
             # no request has tokens, so nothing is stored
-            self._pages, drawn, _ = _STEP(self._weights, self._pages, self._empty(size))
+            self._pages, drawn, _ = STEP(self._weights, self._pages, self._empty(size))
             drawn.block_until_ready()
 
     def check(self) -> None:
