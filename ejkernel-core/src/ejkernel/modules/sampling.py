@@ -41,6 +41,20 @@ def sample_tokens(
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
 ) -> tuple[t.SampledTokens, t.SampledLogprobs]: ...
+@overload
+def sample_tokens(
+    logits: t.Logits,
+    key: t.TokenKeys,
+    *,
+    temperature: t.PerToken = 1.0,
+    top_k: t.CountPerToken | None = None,
+    top_p: t.PerToken | None = None,
+    min_p: t.PerToken | None = None,
+    token_mask: t.Where | None = None,
+    return_logprobs: t.Flag,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.SampledTokens | tuple[t.SampledTokens, t.SampledLogprobs]: ...
 @public()
 def sample_tokens(
     logits: t.Logits,
