@@ -186,11 +186,11 @@ def checking_environment(session: nox.Session, oldest: tuple[str, str] = PAIRS[0
     return python
 
 
-def install_trainer(session: nox.Session, python: Path) -> None:
-    """The example in examples/train with what it needs, which leaves the installed jax as it is."""
+def install_examples(session: nox.Session, python: Path) -> None:
+    """The trainer and the server in examples with what they need, which leave the installed jax as it is."""
     jax = session.run(str(python), "-c", "import jax; print(jax.__version__)", external=True, silent=True)
-    trainer = ("--no-build-isolation", "--editable", "./examples/train[checkpoints]")
-    session.run(*pip(python), "install", f"jax=={str(jax).strip()}", *trainer, external=True)
+    both = ("--editable", "./examples/train[checkpoints]", "--editable", "./examples/serve[tests]")
+    session.run(*pip(python), "install", "--no-build-isolation", f"jax=={str(jax).strip()}", *both, external=True)
 
 
 def _with_extras(name: str) -> str:
@@ -222,7 +222,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Static types, ours and those that users see. Older jax lacks parts of Mosaic GPU that the code names."""
     python = checking_environment(session, oldest=MAIN)
-    install_trainer(session, python)
+    install_examples(session, python)
     session.run(str(python), "-m", "pyright", "--pythonpath", str(python), external=True)
     pytest(session, python, "tests/typing")
 
@@ -293,10 +293,11 @@ def opaque(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def example(session: nox.Session) -> None:
-    """The example of a third-party platform passes the conformance suite; the models of the trainer learn alike in both builds."""
+    """A third party's platform passes the conformance suite; the trainer's models learn alike in both builds, and are served."""
     python = main_environment(session)
-    install_trainer(session, python)
+    install_examples(session, python)
     pytest(session, python, "-n", "2", "--dist=loadfile", "examples/train/tests", env=FAST_COMPILATION)
+    pytest(session, python, "-n", "2", "--dist=loadfile", "examples/serve/tests", env=FAST_COMPILATION)
     session.run(*pip(python), "install", "--no-deps", "--no-build-isolation", "./examples/acme-ejkernel", external=True)
     try:
         pytest(session, python, "-n", "2", "--ejkernel-platform=acme", "examples/acme-ejkernel/tests")
@@ -406,7 +407,7 @@ def docs(session: nox.Session) -> None:
     python = main_environment(session)
     jax = session.run(str(python), "-c", "import jax; print(jax.__version__)", external=True, silent=True)
     session.run(*pip(python), "install", f"jax=={str(jax).strip()}", *FRAMEWORKS, external=True)
-    install_trainer(session, python)
+    install_examples(session, python)
     pytest(session, python, "-n", "2", "tests/docs", "ejkernel-xla/tests/test_frameworks.py")
 
 

@@ -8,11 +8,14 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ejkernel
 from ejkernel import NoKernelError, explain, kernel_registry, use
 from ejkernel.errors import FallbackWarning
+from ejkernel.operations.rms_norm.interface import RmsNormOutputs
 from ejkernel.plugin import Target
 
 X = jnp.ones((2, 3, 8))
@@ -297,3 +300,22 @@ def test_misspelled_environment_is_refused_with_its_name():
 def test_use_beats_the_environment(python):
     code = "import ejkernel as e, jax\nwith e.use('xla'):\n    print(e.explain('softmax', jax.numpy.ones(3)).forward.setting)"
     assert python(code, EJKERNEL_PLATFORM="xla").split()[-1] == "use"
+
+
+def test_opaque_code_with_a_table_runs_on_an_auto_mesh():
+    """JAX's custom_partitioning takes no code that holds arrays of its own."""
+    table = np.linspace(1, 2, 8, dtype=np.float32)[None]
+
+    def forward(call, inputs, config):
+        rstd = 1 / jnp.sqrt(jnp.mean(inputs.x**2, -1) + call.epsilon)
+        return RmsNormOutputs(inputs.x * rstd[..., None] * jnp.asarray(table), rstd if call.save_residuals else None)
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(jnp.arange(1.0, 65).reshape(8, 8), NamedSharding(mesh, PartitionSpec("data")))
+    kernel_registry.register("rms_norm", "tabular")(forward)
+    try:
+        with jax.set_mesh(mesh):
+            got = jax.jit(lambda x: ejkernel.rms_norm(x, platform="tabular"))(x)
+    finally:
+        kernel_registry.unregister("rms_norm", "tabular")
+    np.testing.assert_allclose(got, table * np.asarray(ejkernel.rms_norm(jax.device_get(x), platform="xla")), rtol=1e-6)

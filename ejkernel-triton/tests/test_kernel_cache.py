@@ -204,7 +204,7 @@ def test_other_versions_are_another_key(program, place, monkeypatch):
 
     program.lowered(program.double)
     forget(monkeypatch)
-    monkeypatch.setattr(_kernel_cache, "_versions", lambda: ("0.3.1", "of another wheel"))
+    monkeypatch.setattr(_kernel_cache, "versions_key", lambda: ("0.3.1", "of another wheel"))
     _, calls = program.variant()
     assert (calls, len(place.entries)) == (ONCE, 2)
 

@@ -64,7 +64,7 @@ def test_core_extras(root):
         "cpu": {"ejkernel-xla"},
         "cuda12": {"ejkernel-pallas", "ejkernel-triton", "ejkernel-xla", "jax"},
         "cuda13": {*FIRST_PARTY.values(), "jax"},
-        "testing": {"beartype", "flatbuffers", "hypothesis", "pytest"},
+        "testing": {"beartype", "hypothesis", "pytest"},
         "tpu": {"ejkernel-pallas", "ejkernel-xla", "jax"},
     }
 

@@ -102,8 +102,10 @@ class Implementation:
             that says more, so that a field which is added later is never ignored; `supports` need not know of it. None stands for
             the fields that calls had at API level 1.
         lowered_from: `() -> str | None`: everything else that decides what the code is lowered to (versions of its compiler,
-            settings), after registering its custom calls. Core then keeps the lowered code on disk, under a hash of this, the call
-            and the sources, and other processes neither trace nor lower it. None, of the function too: nothing is kept.
+            settings, sources outside of the package of `target`), after registering its custom calls. Core then keeps the lowered
+            code on disk, under a hash of this, the call, JAX's settings and the sources, and other processes neither trace nor
+            lower it. The code must be one that `jax.export` takes, hence without callbacks, and be named by a string. None, of
+            the function too: nothing is kept.
     """
 
     operation: str

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ejkernel._dispatch.lowered import STORE
 from ejkernel._plugins.records import Candidate
 from ejkernel.configs import quarantine as _quarantine
 from ejkernel.configs.entry import Check, Entry, Timing
@@ -71,12 +72,12 @@ def test_clear(cli, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("filled")
 def test_compiled_kernels_are_shown_and_cleared(cli):
-    assert KernelStore("triton").put("0" * 64, b"a kernel")
-    assert cli("cache", "show", "--json").json["kernels"]["count"] == 1
-    assert "compiled kernels: 1, " in cli("cache", "show").out
+    assert KernelStore("triton").put("0" * 64, b"a kernel") and STORE.put("0" * 64, b"its lowered code")
+    assert cli("cache", "show", "--json").json["kernels"]["count"] == 2
+    assert "compiled kernels: 2, " in cli("cache", "show").out
     cli("cache", "clear", "--operation", "softmax", "--yes")
-    assert stored_kernels().count == 1
-    assert cli("cache", "clear", "--yes").out == "deleted 1 entry\ndeleted 1 compiled kernel\n"
+    assert stored_kernels().count == 2
+    assert cli("cache", "clear", "--yes").out == "deleted 1 entry\ndeleted 2 compiled kernels\n"
     assert stored_kernels() == StoredKernels(0, 0)
 
 

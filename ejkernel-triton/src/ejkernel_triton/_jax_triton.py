@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import importlib
 import os
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +23,10 @@ from ejkernel_triton._kernel_cache import install, keep, patch_problem, versions
 from ejkernel_triton._versions import version_problem
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
+_ALWAYS_COMPILE = "TRITON_ALWAYS_COMPILE"
+_ON = ("1", "on", "true", "yes", "y")
+_SETTINGS = ("ALLOW_LHS_TMEM", "DISABLE_", "LLVM_", "MLIR_", "NVPTX_", "PTXAS_", "TRITON_", "USE_IR_LOC")
+"""How environment variables begin that Triton's compiler reads."""
 _interceptor: contextvars.ContextVar[Callable[..., list[Any]] | None] = contextvars.ContextVar("ejkernel_triton", default=None)
 
 
@@ -123,9 +129,15 @@ def lowered_from() -> str | None:
     """What lowered kernels depend on beside their sources; None while kernels are not compiled as ever, or not kept."""
     if _interceptor.get() is not None or interpreting() or os.environ.get("JAX_TRITON_DUMP_DIR"):
         return None
-    import jaxlib.gpu_triton  # noqa: F401  # registers the custom call
+    # Knobs that are set in Python, of which Triton need not tell the environment, and compilations that are asked for.
+    knobs = sys.modules.get("triton.knobs")
+    if knobs is not None and any(vars(group) for group in vars(knobs).values() if isinstance(group, knobs.base_knobs)):
+        return None
+    if os.environ.get(_ALWAYS_COMPILE, "").lower() in _ON:
+        return None
+    importlib.import_module("jaxlib.gpu_triton")  # registers the custom call
 
-    settings = {name: value for name, value in os.environ.items() if name.startswith(("TRITON_", "MLIR_", "LLVM_"))}
+    settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
     settings.pop(_CACHE_VARIABLE, None)
     return repr((versions_key(), sorted(settings.items())))
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ejkernel._dispatch.decisions import decide
 from ejkernel._dispatch.log import log_decision
+from ejkernel._dispatch.lowered import run_lowered
 from ejkernel._dispatch.recording import note
 from ejkernel._plugins.containment import contained
 from ejkernel._plugins.records import Candidate
@@ -148,8 +149,6 @@ def _traced(
 
     if listed or chosen.implementation.lowered_from is None:
         return trace(*arguments)
-    from ejkernel._dispatch.lowered import run_lowered
-
     return run_lowered(request, chosen, decision.phase, decision.config, arguments, trace, type(expected))
 
 

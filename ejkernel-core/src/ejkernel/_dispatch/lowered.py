@@ -7,11 +7,14 @@ they are equal byte for byte and JAX's persistent compilation cache hits.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,14 @@ import jax.export
 from ejkernel._plugins.containment import contained
 from ejkernel._plugins.export import EXPORT_DISABLED_CHECKS
 from ejkernel._plugins.records import Candidate
+from ejkernel._plugins.requirements import findable
 from ejkernel.call.arrays import named
 from ejkernel.call.request import Request
+from ejkernel.errors import PluginError, in_one_line
 from ejkernel.plugin import Phase, resolve
+from ejkernel.targets import Target
 from ejkernel.utils.kernel_store import KernelStore
+from ejkernel.utils.spelled import spelled
 
 LEVEL = 1
 """Version of what is stored; raised when its form changes."""
@@ -33,7 +40,22 @@ STORE = KernelStore("lowered")
 
 _MOST_IN_MEMORY = 512
 _AS_IT_IS = "jax_export_ignore_forward_compatibility"
+_WITHOUT_EFFECT = (
+    _AS_IT_IS,
+    "jax_compilation_cache_",
+    "jax_dump_",
+    "jax_log",
+    "jax_persistent_cache_",
+    "jax_pgle_",
+    "jax_platform",
+)
+"""How settings of JAX begin that do not change what is lowered and differ between processes that share it."""
+_IMPORTED = time.time()
+
 _read: dict[str, jax.export.Exported] = {}
+_lock = threading.Lock()
+_lowering: list[bool] = []
+"""For each thread that is lowering, the setting `_AS_IT_IS` that it found."""
 
 
 def run_lowered(
@@ -55,73 +77,125 @@ def run_lowered(
         arguments: tuples of arrays.
         trace: the implementation's code, called with the arguments.
         outputs: the type of what it returns.
+
+    Raises:
+        PluginError: the implementation's `lowered_from` cannot be imported, or does not return a str or None.
     """
     arrays, structure = jax.tree.flatten(arguments)
-    depends = _depends(request, chosen, arrays)
-    if depends is None:
-        return trace(*arguments)
     specs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-    own = (chosen.id, request.operation.name, phase, request.target, request.call, config, str(structure), specs)
-    key = hashlib.sha256(repr((*own, depends)).encode()).hexdigest()
+    key = _key(request, chosen, phase, config, f"{structure} {specs}") if _is_whole(arrays) else None
+    if key is None:
+        return trace(*arguments)
 
     def flat(*arrays: Any) -> dict[str, Any]:
         return dict(named(trace(*jax.tree.unflatten(structure, arrays))))
 
-    found = _exported(key, flat, specs, request.target.backend).call(*arrays)
+    try:
+        found: Any = _exported(key, flat, specs, request.target).call(*arrays)
+    except Exception as error:
+        error.add_note(f"raised while the code of {chosen.id} was lowered to be kept, as its Implementation.lowered_from asks")
+        raise
     return outputs(**{**dict.fromkeys(outputs._fields), **found})
 
 
-def _depends(request: Request, chosen: Candidate, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
-    """What the lowered code depends on beside the call; None where nothing is kept: arrays in pieces that other devices hold, sizes
-    that are not known yet, and whatever the implementation's own function says."""
-    reference, target = chosen.implementation.lowered_from, chosen.implementation.target
-    if reference is None or not isinstance(target, str) or importlib.util.find_spec("flatbuffers") is None:
-        return None
-    whole = jax.sharding.get_abstract_mesh().empty
-    if not whole or not all(type(size) is int for array in arrays for size in array.shape):
-        return None
-    own = contained(f"{chosen.id}: lowered_from", resolve(reference))
-    if own is None:
-        return None
-    sources = (digest(package) for package in (__package__.partition(".")[0], target.partition(".")[0]))
-    settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
-    return (LEVEL, own, *sources, *_versions(), *settings)
+def _is_whole(arrays: Sequence[Any]) -> bool:
+    """Not for arrays in pieces that other devices hold, and sizes that are not known yet."""
+    return jax.sharding.get_abstract_mesh().empty and all(type(size) is int for array in arrays for size in array.shape)
 
 
-def _exported(key: str, function: Callable[..., Any], specs: Sequence[Any], backend: str) -> jax.export.Exported:
+def _key(request: Request, chosen: Candidate, phase: Phase, config: Any, arrays: str) -> str | None:
+    """A hash of everything that the lowered code depends on; None where that is not known, or nothing shall be kept."""
+    target = chosen.implementation.target
+    if not isinstance(target, str) or not findable("flatbuffers"):
+        return None
+    own = _lowered_from(chosen)
+    sources = [digest(name.partition(".")[0]) for name in (__name__, target.partition(":")[0])]
+    if own is None or None in sources:
+        return None
+    try:
+        call = spelled((request.target, request.call, config))
+    except TypeError:  # a function in a call: its code is not known
+        return None
+    settings = [item for item in sorted(jax.config.values.items()) if not item[0].startswith(_WITHOUT_EFFECT)]
+    code = (chosen.id, target, request.operation.name, phase, own, *sources)
+    return hashlib.sha256(repr((LEVEL, *code, call, arrays, _versions(), settings)).encode()).hexdigest()
+
+
+def _lowered_from(chosen: Candidate) -> str | None:
+    what = f"{chosen.id}: lowered_from"
+    try:
+        function = contained(what, resolve, chosen.implementation.lowered_from)
+    except Exception as error:
+        raise PluginError(f"{what} cannot be imported: {in_one_line(error)}; choose another platform") from error
+    own = contained(what, function)
+    if own is not None and not isinstance(own, str):
+        raise PluginError(f"{what} returned {type(own).__name__}, expected a str, or None to keep nothing")
+    return own
+
+
+def _exported(key: str, function: Callable[..., Any], specs: Sequence[Any], target: Target) -> jax.export.Exported:
     if key not in _read:
-        stored = STORE.get(key)
-        if stored is None:
-            stored = _lower(function, specs, backend)
-            STORE.put(key, stored)
-        if len(_read) >= _MOST_IN_MEMORY:
-            _read.clear()
-        _read[key] = jax.export.deserialize(bytearray(stored))
+        found = _stored(key)
+        if found is None:
+            made = _lower(function, specs, target)
+            STORE.put(key, made)
+            found = jax.export.deserialize(bytearray(made))
+        with _lock:
+            if len(_read) >= _MOST_IN_MEMORY:
+                _read.clear()
+            return _read.setdefault(key, found)
     return _read[key]
 
 
-def _lower(function: Callable[..., Any], specs: Sequence[Any], backend: str) -> bytes:
-    # only this version of JAX reads it: nothing need be written as older versions would
-    before = getattr(jax.config, _AS_IT_IS)
-    jax.config.update(_AS_IT_IS, True)
+def _stored(key: str) -> jax.export.Exported | None:
+    """What an earlier trace left; None if there is nothing, or nothing that can be read."""
+    content = STORE.get(key)
     try:
-        export = jax.export.export(
-            jax.jit(function), platforms=["cuda" if backend == "gpu" else backend], disabled_checks=EXPORT_DISABLED_CHECKS
-        )
+        return None if content is None else jax.export.deserialize(bytearray(content))
+    except Exception:  # noqa: BLE001  # whatever flatbuffers makes of it: it is made again
+        return None
+
+
+def _lower(function: Callable[..., Any], specs: Sequence[Any], target: Target) -> bytes:
+    platform = "rocm" if target.is_amd else "cuda" if target.backend == "gpu" else target.backend
+    with _for_this_version():
+        export = jax.export.export(jax.jit(function), platforms=[platform], disabled_checks=EXPORT_DISABLED_CHECKS)
         return bytes(export(*specs).serialize())
+
+
+@contextlib.contextmanager
+def _for_this_version() -> Generator[None]:
+    """Only this version of JAX reads it: nothing need be written as older versions would. The setting is of all threads."""
+    with _lock:
+        _lowering.append(getattr(jax.config, _AS_IT_IS))
+        jax.config.update(_AS_IT_IS, True)
+    try:
+        yield
     finally:
-        jax.config.update(_AS_IT_IS, before)
+        with _lock:
+            found = _lowering.pop()
+            if not _lowering:  # the first of the threads, which found what the user set
+                jax.config.update(_AS_IT_IS, found)
 
 
 @functools.cache
-def digest(package: str) -> str:
-    """A hash of a package's Python files."""
-    spec = importlib.util.find_spec(package)
+def digest(package: str) -> str | None:
+    """A hash of the Python files of a package, or of a module that is one file; None if there are none, or one was written since
+    this process began to import them, so that what runs may be older."""
+    spec = importlib.util.find_spec(package) if package != "__main__" and findable(package) else None
+    roots = [Path(root) for root in (spec and spec.submodule_search_locations) or ()]
+    single = [] if spec is None or roots or not spec.has_location else [Path(str(spec.origin))]
+    files = [(path, path.name) for path in single if path.suffix == ".py" and path.is_file()]
+    files += [(path, str(path.relative_to(root))) for root in roots for path in sorted(root.rglob("*.py"))]
+    if not files:
+        return None
     found = hashlib.sha256()
-    for root in (spec and spec.submodule_search_locations) or ():
-        for path in sorted(Path(root).rglob("*.py")):
-            content = path.read_bytes()
-            found.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+    for path, name in files:
+        state = path.stat()
+        if max(state.st_mtime, state.st_ctime) >= _IMPORTED:
+            return None
+        content = path.read_bytes()
+        found.update(f"{name} {len(content)}\n".encode() + content)
     return found.hexdigest()
 
 

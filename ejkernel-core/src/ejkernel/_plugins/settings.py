@@ -50,7 +50,9 @@ VARIABLES = (
         "0",
     ),
     Variable("EJKERNEL_TYPECHECK", "`1` checks arguments and results of every call against their annotations; slow", "0"),
-    Variable("EJKERNEL_CACHE_DIR", "directory of tuned configs and compiled kernels", "the user's cache directory"),
+    Variable(
+        "EJKERNEL_CACHE_DIR", "directory of tuned configs, and of kernels compiled and lowered", "the user's cache directory"
+    ),
     Variable("EJKERNEL_LOG", "`dispatch` writes a line to stderr for each new decision of what runs a call", "nothing"),
     Variable("EJKERNEL_TRITON_INTERPRET", "`1` runs Triton kernels in Triton's interpreter on the host; very slow", "0"),
 )

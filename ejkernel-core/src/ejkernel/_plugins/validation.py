@@ -86,7 +86,15 @@ def implementation(record: Implementation) -> str | None:
             return f"{field}: got {getattr(record, field)!r}, expected an int"
     if not isinstance(record.plain_jax, bool):
         return f"plain_jax: got {record.plain_jax!r}, expected True or False"
-    return _references(record) or _accepted(record)
+    return _references(record) or _kept(record) or _accepted(record)
+
+
+def _kept(record: Implementation) -> str | None:
+    """Lowered code that is kept can be neither differentiated nor partitioned."""
+    if record.lowered_from is None or not (record.plain_jax or record.partitioning == "native"):
+        return None
+    field = "plain_jax=True" if record.plain_jax else "partitioning='native'"
+    return f"lowered_from: got {record.lowered_from!r} with {field}, expected None: such code is traced in every program"
 
 
 def _accepted(record: Implementation) -> str | None:

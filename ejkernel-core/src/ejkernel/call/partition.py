@@ -373,7 +373,8 @@ def run_auto(layout: Layout, run: Run, arguments: tuple[Any, ...], results: Any)
 
         return mesh, local, shardings(restricted.results, result_shapes), shardings(restricted.arguments, shapes)
 
-    partitioned = custom_partitioning(flat)
+    # a program of its own holds the arrays that the code makes, such as tables: custom_partitioning refuses those
+    partitioned = custom_partitioning(jax.jit(flat))
     rule = sharding_rule(restricted, shapes, result_shapes)
     partitioned.def_partition(partition, sharding_rule=rule.text, need_replication_factors=rule.whole, **cast(Any, rule.sizes))
     return phase.whole(partitioned(*phase.kept(phase.leaves)), whole, axes)

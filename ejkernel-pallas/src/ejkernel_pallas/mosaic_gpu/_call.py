@@ -6,6 +6,7 @@ Mosaic GPU is imported only when a kernel is built: `supports` calls `refusal` o
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
 import pkgutil
 import re
@@ -61,10 +62,19 @@ def version_problem() -> str | None:
 
 def lowered_from() -> str | None:
     """What lowered kernels depend on beside the version of jax; None in the interpreter."""
-    import jax.experimental.mosaic.gpu  # noqa: F401  # registers the custom call
+    importlib.import_module("jax.experimental.mosaic.gpu")  # registers the custom call
 
+    if gpu_interpreter_is_on():
+        return None
     switches = {name: value for name, value in os.environ.items() if name.startswith(("MOSAIC_GPU_", "JAX_PALLAS_"))}
-    return None if gpu_interpreter_is_on() else repr(sorted(switches.items()))
+    return repr((_cuda_versions(), sorted(switches.items())))
+
+
+@functools.cache
+def _cuda_versions() -> list[tuple[str, str]]:
+    """The installed CUDA parts of JAX, in which Mosaic GPU's passes are."""
+    names = (module.name for module in pkgutil.iter_modules() if re.fullmatch(r"jax_cuda\d+_plugin", module.name))
+    return [(name, importlib.metadata.version(name.replace("_", "-"))) for name in sorted(names)]
 
 
 def call_kernel(

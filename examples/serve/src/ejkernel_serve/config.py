@@ -1,0 +1,92 @@
+"""Sizes of an engine, and what a request asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of an engine.
+
+    Attributes:
+        pages, page_size: of the cache, each of so many tokens.
+        max_length: tokens of a request, its prompt and what it generates.
+        max_requests: how many run at once.
+        max_waiting: how many may wait for that; more are refused.
+        buckets: tokens of a step: it runs the program of the smallest that holds it. The largest is what a step may compute.
+        drafts: guesses of its next tokens that a request which decodes gets in a step at most; see `speculative.py`.
+        prefix_reuse: a prompt takes the pages of an earlier one that began the same.
+        dtype: of products, activations and the cache.
+    """
+
+    pages: int = 1024
+    page_size: int = 16
+    max_length: int = 1024
+    max_requests: int = 64
+    max_waiting: int = 256
+    buckets: tuple[int, ...] = (1, 4, 16, 64, 256)
+    drafts: int = 0
+    prefix_reuse: bool = True
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("pages", "page_size", "max_length", "max_requests", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
+        if self.drafts < 0:
+            raise ValueError(f"drafts is {self.drafts}; give at least 0")
+        if not self.buckets or list(self.buckets) != sorted({*self.buckets}) or self.buckets[0] < 1:
+            raise ValueError(f"buckets is {self.buckets}; give rising numbers of tokens")
+        if self.buckets[-1] < self.max_requests:
+            raise ValueError(f"the largest bucket is {self.buckets[-1]}; make it at least max_requests, {self.max_requests}")
+        if self.pages < self.table:
+            raise ValueError(f"pages is {self.pages}; a request of max_length={self.max_length} needs {self.table}")
+
+    @property
+    def table(self) -> int:
+        """Pages of the longest request."""
+        return -(-self.max_length // self.page_size)
+
+    @property
+    def capacity(self) -> int:
+        """Requests that run or wait."""
+        return self.max_requests + self.max_waiting
+
+    def bucket(self, tokens: int) -> int:
+        return next(size for size in self.buckets if size >= tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a request's tokens are drawn, and when it ends.
+
+    Attributes:
+        max_tokens: tokens to generate at most.
+        temperature: 0 takes the likeliest.
+        top_k: draw from the k likeliest; 0 from all.
+        top_p: draw from the fewest that have this probability together.
+        seed: in [0, 2**64). The n-th token is drawn with a key of the seed and n, so neither neighbours nor preemption change it.
+        stop: sequences of tokens after which the request ends.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}; give a number of at least 0")
+        if not 0 <= self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; give a probability in [0, 1]")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k is {self.top_k}; give an int in [0, 2**31), 0 for all tokens")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed is {self.seed}; give an int in [0, 2**64)")
+        if () in self.stop:
+            raise ValueError("stop has an empty sequence; give at least one token in each")

@@ -1,0 +1,144 @@
+"""Continuous batching: every step computes tokens of all requests that run, chunks of prompts and single ones in any mix."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from ejkernel_serve import device, speculative
+from ejkernel_serve.config import EngineConfig, Sampling
+from ejkernel_serve.scheduler import Chunk, Drawn, News, Request, Scheduler
+from ejkernel_train.data import START
+from ejkernel_train.model import Model
+
+STEP = jax.jit(device.step, donate_argnums=1)
+"""One program for each bucket, shared by engines of the same sizes."""
+
+
+class Engine:
+    """Requests go in by `submit`, `step` moves all of them on, and `cancel` ends one at any time.
+
+    One thread calls `step`; `submit` and `cancel` may be called from others.
+    """
+
+    def __init__(self, model: Model, config: EngineConfig) -> None:
+        """Raises:
+        ValueError: a model that cannot be served, see `device.prepare`.
+        """
+        self.config = config
+        self.scheduler = Scheduler(config, end=START)
+        self._lock = threading.Lock()
+        weights = device.prepare(model, config.dtype, config.max_length)
+        pages = device.empty_pages(model.config, config.pages, config.page_size, config.dtype)
+        # placed, as restored weights are: with pages that were not, the first step's program would be another than later ones'
+        self._weights, self._pages = jax.device_put((weights, pages), jax.devices()[0])
+
+    @property
+    def busy(self) -> bool:
+        with self._lock:
+            return self.scheduler.busy
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling) -> Request:
+        """Let a request wait for its turn.
+
+        Raises:
+            ValueError: a token that is no byte and not the mark; else as `Scheduler.submit`.
+            QueueFullError: as many requests run and wait as may.
+        """
+        for token in prompt:
+            if not 0 <= token < device.TOKENS:
+                raise ValueError(f"the prompt has the token {token}; give bytes, or {START} before a document")
+        with self._lock:
+            return self.scheduler.submit(prompt, sampling)
+
+    def cancel(self, request: Request) -> None:
+        """End a request now and release its pages. One that has ended stays as it is."""
+        with self._lock:
+            self.scheduler.cancel(request)
+
+    def step(self) -> list[News]:
+        """Run one step. Returns the requests that have new tokens, with which they may have ended."""
+        with self._lock:
+            chunks = self.scheduler.plan()
+            batch = self.batch(chunks) if chunks else None
+        if batch is None:
+            return []
+        self._pages, tokens, logprobs = STEP(self._weights, self._pages, batch)
+        drawn = _by_chunk(chunks, np.asarray(tokens).tolist(), np.asarray(logprobs).tolist())
+        with self._lock:
+            return self.scheduler.commit(chunks, drawn)
+
+    def finish(self) -> None:
+        """Step until no request is left."""
+        while self.busy:
+            self.step()
+
+    def warm_up(self) -> None:
+        """Compile the program of every bucket."""
+        for size in self.config.buckets:
+            # no request has tokens, so nothing is stored
+            self._pages, drawn, _ = STEP(self._weights, self._pages, self._empty(size))
+            drawn.block_until_ready()
+
+    def check(self) -> None:
+        """That no page is lost; see `PageCache.check`."""
+        with self._lock:
+            self.scheduler.check()
+
+    def _empty(self, size: int) -> device.Batch:
+        """A batch of so many tokens without requests. There are never more requests or drawn tokens than tokens."""
+        requests, nodes = min(size, self.config.max_requests), 1 + self.config.drafts
+        rows = min(size, self.config.max_requests * nodes)
+        return device.Batch(
+            tokens=np.zeros(size, np.int32),
+            positions=np.zeros(size, np.int32),
+            starts=np.zeros(requests + 1, np.int32),
+            lengths=np.zeros(requests, np.int32),
+            tables=np.zeros((requests, self.config.table), np.int32),
+            tree=np.zeros((requests, nodes, nodes), np.float32) if self.config.drafts else None,
+            rows=np.zeros(rows, np.int32),
+            seeds=np.zeros((rows, 2), np.uint32),
+            drawn=np.zeros(rows, np.int32),
+            temperature=np.zeros(rows, np.float32),
+            top_k=np.zeros(rows, np.int32),
+            top_p=np.ones(rows, np.float32),
+        )
+
+    def batch(self, chunks: Sequence[Chunk]) -> device.Batch:
+        """The arrays of a step."""
+        batch = self._empty(self.config.bucket(sum(chunk.tokens for chunk in chunks)))
+        end = row = 0
+        for number, (request, size, drafts) in enumerate(chunks):
+            start, last, end = end, end + size - 1, end + size + len(drafts)
+            done = request.computed + size
+            depths = (0, *speculative.depths(drafts))
+            batch.tokens[start:end] = [*request.tokens[request.computed : done], *(draft.token for draft in drafts)]
+            batch.positions[start:end] = [*range(request.computed, done), *(done - 1 + depth for depth in depths[1:])]
+            batch.starts[number + 1 :] = end
+            batch.lengths[number] = done + len(drafts)
+            batch.tables[number, : len(request.pages)] = request.pages
+            if batch.tree is not None:
+                batch.tree[number] = speculative.tree_bias(drafts, 1 + self.config.drafts)
+            drawing = slice(row, row + len(depths))
+            row += len(depths)
+            batch.rows[drawing] = range(last, end)
+            batch.drawn[drawing] = [len(request.tokens) - request.prompt + depth for depth in depths]
+            sampling = request.sampling
+            batch.seeds[drawing] = sampling.seed >> 32, sampling.seed & 0xFFFFFFFF
+            batch.temperature[drawing], batch.top_k[drawing] = sampling.temperature, sampling.top_k
+            batch.top_p[drawing] = sampling.top_p
+        return batch
+
+
+def _by_chunk(chunks: Sequence[Chunk], tokens: list[int], logprobs: list[float]) -> list[Drawn]:
+    """Of each chunk the tokens drawn after it and after its drafts."""
+    found: list[Drawn] = []
+    row = 0
+    for chunk in chunks:
+        rows = slice(row, row + 1 + len(chunk.drafts))
+        row = rows.stop
+        found.append(Drawn(tokens[rows], logprobs[rows]))
+    return found

@@ -1,0 +1,72 @@
+"""The model and the engine that a command line asks for."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ejkernel_serve.config import EngineConfig
+from ejkernel_serve.engine import Engine
+from ejkernel_train.checkpoint import Checkpoints
+from ejkernel_train.config import DEFAULTS, TrainConfig
+from ejkernel_train.model import Model
+from ejkernel_train.step import initialise
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="what `ejkernel_train --checkpoints FOLDER` saved")
+    source.add_argument("--random", choices=list(DEFAULTS), metavar="SIZE", help="random weights of this size, to try it out")
+    add("--model", choices=["llama", "moe"], default="llama")
+    add("--size", choices=list(DEFAULTS), default="tiny", help="of the checkpoint's model")
+    sizes = EngineConfig()
+    add("--pages", type=int, default=sizes.pages, help="of the cache")
+    add("--page-size", type=int, default=sizes.page_size, metavar="TOKENS")
+    add("--max-length", type=int, default=sizes.max_length, metavar="TOKENS", help="of a request: prompt and completion")
+    add("--max-requests", type=int, default=sizes.max_requests, help="that run at once")
+    add("--max-waiting", type=int, default=sizes.max_waiting, help="that wait for that; more are refused")
+    add("--buckets", type=int, nargs="+", default=list(sizes.buckets), metavar="TOKENS", help="of a step; one program for each")
+    add("--drafts", type=int, default=sizes.drafts, help="guesses of a request's next tokens that a step checks")
+    add("--dtype", choices=["bfloat16", "float32"], default=sizes.dtype, help="of products and the cache")
+
+
+def load_model(model: str, size: str, checkpoint: Path | None) -> Model:
+    """With the weights of the newest checkpoint, or random ones.
+
+    Raises:
+        ValueError: there is no checkpoint in the folder, or it is of another model or size.
+    """
+    config = TrainConfig(model=model, size=size)
+    if checkpoint is None:
+        return Model(config.sizes, jax.random.key(0))
+    if not checkpoint.is_dir():
+        raise ValueError(f"--checkpoint {checkpoint} is no folder; give what ejkernel_train got as --checkpoints")
+    state = initialise(config)
+    with Checkpoints(checkpoint) as checkpoints:
+        try:
+            restored = checkpoints.restore(state)
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"--checkpoint {checkpoint} is not of --model {model} --size {size}: {error}") from error
+    if not int(restored.step):
+        raise ValueError(f"--checkpoint {checkpoint} has no checkpoint")
+    return restored.model
+
+
+def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    given: dict[str, Any] = {
+        name: getattr(arguments, name)
+        for name in ("pages", "page_size", "max_length", "max_requests", "max_waiting", "drafts", "dtype")
+    }
+    return EngineConfig(**given, buckets=tuple(arguments.buckets))
+
+
+def load_engine(arguments: argparse.Namespace) -> Engine:
+    """Raises:
+    ValueError: as `load_model`, or sizes that do not fit.
+    """
+    config = engine_config(arguments)
+    return Engine(load_model(arguments.model, arguments.random or arguments.size, arguments.checkpoint), config)

@@ -1,0 +1,293 @@
+"""What runs in the next step. Host logic only: numbers of tokens and pages, no arrays and no model.
+
+A request is a list of tokens of which the first `computed` have their keys and values in pages. A step computes some of the rest;
+when it has computed all, the next token is drawn. So prompts in chunks, decoding, and starting over after preemption are one thing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from ejkernel_serve import speculative
+from ejkernel_serve.cache import PageCache
+from ejkernel_serve.config import EngineConfig, Sampling
+from ejkernel_serve.speculative import Draft
+
+Reason = Literal["stop", "length", "cancelled"]
+
+
+class QueueFullError(Exception):
+    """As many requests run and wait as may."""
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A request and how far it has come.
+
+    Attributes:
+        tokens: the prompt, then what was generated.
+        prompt: how many of them are the prompt.
+        logprobs: log-probability of each token that was generated, by the model.
+        pages: those that it holds, in order.
+        computed: how many tokens have their keys and values in the pages.
+        reused: how many of them it did not have to compute, when it was last admitted.
+        preemptions: how often it lost its pages.
+        drafted, accepted: drafts that were computed, and those that were right.
+        reason: why it ended; None before.
+    """
+
+    number: int
+    tokens: list[int]
+    prompt: int
+    sampling: Sampling
+    logprobs: list[float] = dataclasses.field(default_factory=list[float])
+    pages: list[int] = dataclasses.field(default_factory=list[int])
+    hashes: list[bytes] = dataclasses.field(default_factory=list[bytes])
+    computed: int = 0
+    reused: int = 0
+    preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    reason: Reason | None = None
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt :]
+
+    @property
+    def remaining(self) -> int:
+        return len(self.tokens) - self.computed
+
+
+class Chunk(NamedTuple):
+    """The next `size` tokens of a request, and drafts of what comes after its last one.
+
+    A token is drawn after the chunk's last token, which matters if it is the request's last one, and after each draft. Only a
+    chunk of one token has drafts.
+    """
+
+    request: Request
+    size: int
+    drafts: tuple[Draft, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """That the step computes."""
+        return self.size + len(self.drafts)
+
+
+class Drawn(NamedTuple):
+    """The tokens drawn after a chunk and after each of its drafts, with their log-probabilities."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+
+
+class News(NamedTuple):
+    """A request and how many new tokens it has."""
+
+    request: Request
+    number: int
+
+
+class Scheduler:
+    """Requests that wait and that run, oldest first, and the pages."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        end: int | None = None,
+        propose: Callable[[Sequence[int], int], tuple[Draft, ...]] = speculative.propose,
+    ) -> None:
+        """`end`: the token that ends a text; None if there is none. `propose`: at most so many drafts of what follows tokens."""
+        self.config, self.end, self.propose = config, end, propose
+        self.cache = PageCache(config.pages, config.page_size, reuse=config.prefix_reuse)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._numbers = itertools.count()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling) -> Request:
+        """Let a request wait.
+
+        Raises:
+            ValueError: no prompt, nothing to generate, or more tokens than `max_length`.
+            QueueFullError: as many requests run and wait as may.
+        """
+        if not prompt:
+            raise ValueError("the prompt is empty; give at least one token")
+        if sampling.max_tokens < 1:
+            raise ValueError(f"max_tokens is {sampling.max_tokens}; give at least 1")
+        if len(prompt) + sampling.max_tokens > self.config.max_length:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens and max_tokens is {sampling.max_tokens}; "
+                f"together at most {self.config.max_length} are possible"
+            )
+        if len(self.waiting) + len(self.running) >= self.config.capacity:
+            raise QueueFullError(f"{self.config.capacity} requests run or wait already; try again later")
+        request = Request(next(self._numbers), list(prompt), len(prompt), sampling)
+        self.waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request now, whatever it is doing, and release its pages. One that has ended stays as it is."""
+        if request.reason is None:
+            self._end(request, "cancelled")
+
+    def plan(self) -> list[Chunk]:
+        """What the next step computes, at most as many tokens as the largest bucket; empty only if there is no request.
+
+        Requests that decode come first, so that prompts do not make them wait; chunks of prompts have the rest. A request that
+        decodes takes the pages of the youngest if none is left. A prompt takes none from others, unless nothing can go on.
+        """
+        while True:
+            chunks = self._decoding()
+            budget = self.config.buckets[-1] - len(chunks)
+            planned = {chunk.request for chunk in chunks}
+            prefilling = [request for request in self.running if request not in planned and request.remaining > 1]
+            for request in prefilling:
+                budget -= self._add_chunk(chunks, request, budget)
+            while budget > 0 and self._admit():
+                budget -= self._add_chunk(chunks, self.running[-1], budget)
+            if chunks or not self.running:
+                return self._speculate(chunks, budget)
+            self._preempt(self.running[-1])
+
+    def commit(self, chunks: Sequence[Chunk], drawn: Sequence[Drawn]) -> list[News]:
+        """Take in what a step has drawn for each chunk. Returns the requests with new tokens.
+
+        Requests that were cancelled meanwhile are passed over.
+        """
+        news: list[News] = []
+        for chunk, after in zip(chunks, drawn, strict=True):
+            request = chunk.request
+            if request.reason is not None:
+                continue
+            if chunk.size < request.remaining:
+                self._advance(request, chunk.size)
+                continue
+            before = len(request.tokens)
+            right = self._follow(chunk, after)
+            request.drafted, request.accepted = request.drafted + len(chunk.drafts), request.accepted + len(right)
+            # keys and values of drafts stay if they lie as a text without other branches would; others are computed again
+            kept = sum(index == place for place, index in enumerate(right))
+            self._advance(request, chunk.size + kept)
+            reason = self._reason(request)
+            if reason is not None:
+                self._end(request, reason)
+            news.append(News(request, len(request.tokens) - before))
+        return news
+
+    def check(self) -> None:
+        """That no page is lost; see `PageCache.check`."""
+        self.cache.check([request.pages for request in (*self.waiting, *self.running)])
+
+    def _decoding(self) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for request in [request for request in self.running if request.remaining == 1]:
+            while request in self.running and not self._extend(request, 1):
+                self._preempt(self.running[-1])  # the youngest, so none of `chunks`; perhaps this one itself
+            if request in self.running:
+                chunks.append(Chunk(request, 1))
+        return chunks
+
+    def _speculate(self, chunks: list[Chunk], budget: int) -> list[Chunk]:
+        """Give requests that decode drafts, as far as budget and free pages go; none is preempted for a guess."""
+        for place, (request, size, _) in enumerate(chunks):
+            wanted = min(
+                self.config.drafts,
+                budget,
+                request.prompt + request.sampling.max_tokens - len(request.tokens) - 1,  # what may come after the next token
+            )
+            if size == request.remaining == 1 and wanted > 0:  # the tree counts from a chunk's first token
+                drafts = self.propose(request.tokens, wanted)
+                if self._extend(request, size + len(drafts)):
+                    budget -= len(drafts)
+                    chunks[place] = Chunk(request, size, drafts)
+        return chunks
+
+    def _follow(self, chunk: Chunk, drawn: Drawn) -> list[int]:
+        """Append what was drawn after the chunk, and, while a draft was right, after that one. Returns the drafts that were."""
+        request, right, at = chunk.request, list[int](), -1
+        while True:
+            token = drawn.tokens[at + 1]
+            request.tokens.append(token)
+            request.logprobs.append(drawn.logprobs[at + 1])
+            following = speculative.children(chunk.drafts, at).get(token)
+            if following is None or self._reason(request) is not None:
+                return right
+            at = following
+            right.append(at)
+
+    def _add_chunk(self, chunks: list[Chunk], request: Request, budget: int) -> int:
+        """The tokens of a prompt for which there are budget and pages."""
+        room = (len(request.pages) + self.cache.available) * self.config.page_size - request.computed
+        size = min(request.remaining, budget, room)
+        if size > 0:
+            self._extend(request, size)
+            chunks.append(Chunk(request, size))
+        return max(size, 0)
+
+    def _extend(self, request: Request, size: int) -> bool:
+        """Give the request pages for its next `size` tokens, if there are enough."""
+        missing = self.cache.pages_of(request.computed + size) - len(request.pages)
+        if missing > self.cache.available:
+            return False
+        request.pages += self.cache.take(max(missing, 0))
+        return True
+
+    def _admit(self) -> bool:
+        """Let the oldest that waits run, with what is known of its tokens, if there are pages for all of them and one more."""
+        if not self.waiting or len(self.running) >= self.config.max_requests:
+            return False
+        request = self.waiting[0]
+        request.hashes = self.cache.hashes(request.tokens, request.hashes)
+        # the last token is always computed, for what comes after it
+        known = self.cache.known(request.hashes[: (len(request.tokens) - 1) // self.config.page_size])
+        self.cache.share(known)
+        if self.cache.pages_of(len(request.tokens) + 1) - len(known) > self.cache.available:
+            self.cache.release(known)
+            return False
+        request.pages = known
+        request.computed = request.reused = len(known) * self.config.page_size
+        self.running.append(self.waiting.popleft())
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Take the pages of a request and let it wait before all others; what it has generated stays."""
+        self.running.remove(request)
+        self._release(request)
+        request.preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _advance(self, request: Request, size: int) -> None:
+        """Count tokens as computed, and make the pages known that they filled."""
+        before, request.computed = request.computed // self.config.page_size, request.computed + size
+        full = request.computed // self.config.page_size
+        if full > before:
+            request.hashes = self.cache.hashes(request.tokens, request.hashes)
+            for page, value in zip(request.pages[before:full], request.hashes[before:full], strict=True):
+                self.cache.publish(page, value)
+
+    def _reason(self, request: Request) -> Reason | None:
+        generated = request.generated
+        ended = generated[-1] == self.end
+        if ended or any(tuple(generated[-len(stop) :]) == stop for stop in request.sampling.stop):
+            return "stop"
+        return "length" if len(generated) >= request.sampling.max_tokens else None
+
+    def _end(self, request: Request, reason: Reason) -> None:
+        request.reason = reason
+        (self.running if request in self.running else self.waiting).remove(request)
+        self._release(request)
+
+    def _release(self, request: Request) -> None:
+        self.cache.release(request.pages)
+        request.pages, request.computed = [], 0
