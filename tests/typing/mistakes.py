@@ -32,6 +32,7 @@ ejkernel.gated_delta_rule(query, query, query, rows).append(1)  # mistake
 pair: tuple[jax.Array, jax.Array] = ejkernel.rwkv4(rows[0], rows[0], query, query)  # mistake
 ejkernel.lightning_attention(query, query, query, layer_idx=0)  # mistake
 ejkernel.ring_attention(query, query, query, layout="zig-zag")  # mistake
+ejkernel.ring_attention(query, query, query, strategy="ulysses")  # mistake
 ejkernel.fused_cross_entropy(rows, integers, reduction="average")  # mistake
 print(ejkernel.fused_cross_entropy(rows, integers).losses)  # mistake
 print(ejkernel.token_logprobs(rows, rows, integers).loss)  # mistake

@@ -112,6 +112,9 @@ RotaryLayout = Literal["BTHD", "BHTD"]
 SequenceLayout = Literal["contiguous", "zigzag"]
 """Order of a sequence that is split over devices."""
 
+SequenceStrategy = Literal["ring", "all_to_all"]
+"""What attention over a split sequence exchanges: keys and values round a ring, or heads for tokens."""
+
 LayerSlopes = Literal["linear", "minimax", "bailing"]
 """Whose decays of lightning attention: flash-linear-attention's, MiniMax's, or those of Ling 2.5 and Ring 2.5."""
 

@@ -82,6 +82,7 @@ class RingOptions(_VisibilityOptions, ShardingOptions, total=False):
     axis_name: t.AxisNames | None
     fused_backward: t.Flag
     layout: t.SequenceLayout
+    strategy: t.SequenceStrategy
     precision: t.PrecisionLike | None
 
 

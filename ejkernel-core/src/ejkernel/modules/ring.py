@@ -13,7 +13,7 @@ from ejkernel._pipeline.arguments import public
 from ejkernel.compositions import mesh as _mesh
 from ejkernel.compositions import sharded as _sharded
 from ejkernel.compositions.axes import Axes, as_axes, check_mesh_axes
-from ejkernel.compositions.ring.bind import check_layout
+from ejkernel.compositions.ring.bind import check_words
 from ejkernel.compositions.ring.entry import RingAttentionOver
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import MaskInfo
@@ -84,6 +84,7 @@ def ring_attention(
     axis_name: t.AxisNames | None = None,
     fused_backward: t.Flag = False,
     layout: t.SequenceLayout = "contiguous",
+    strategy: t.SequenceStrategy = "ring",
     precision: t.PrecisionLike | None = None,
     return_lse: t.Flag = False,
     platform: t.Platforms = None,
@@ -98,9 +99,12 @@ def ring_attention(
     the chosen platform works on the block at hand. Nothing is gathered. Blocks that causal, window or chunk masks hide from
     every device are not visited; blocks that a device finds hidden by causality, positions or segments cost it nothing.
 
+    With `strategy="all_to_all"` (Ulysses) every device exchanges its tokens for the whole sequence of its share of the heads, the
+    local attention runs once, and the output is exchanged back.
+
     Args:
-        query: `[B, T, H, D]`, float32, bfloat16 or float16 (float64 on one device). With `mesh` the whole array, inside a
-            `shard_map` of one's own the device's shard; likewise everything below.
+        query: `[B, T, H, D]`, float32, bfloat16 or float16; float64 on one device or by all_to_all. With `mesh` the whole array,
+            inside a `shard_map` of one's own the device's shard; likewise everything below.
         key: `[B, S, K, D]`; query head h reads key head `h // (H // K)`.
         value: `[B, S, K, V]`.
         softmax_aux: sinks `[H]`, `[H, n]` or `[1, n]`; take part in each row's denominator once; have gradients.
@@ -115,6 +119,8 @@ def ring_attention(
         axis_name: mesh axis, or axes, over which the sequence is split; None means local attention.
         fused_backward: a hint that changes nothing here: one pass always makes all gradients of a block.
         layout: order of the sequence: "contiguous", or "zigzag" as `zigzag_shard` makes it, which balances causal work.
+        strategy: "ring", or "all_to_all", for which the number of devices must divide H. Key heads are repeated until it divides
+            them too; a dense mask and a bias are exchanged by head, or gathered where they have one for all heads.
         precision: of the matrix products, see `flash_attention`.
         return_lse: return the log-sum-exp too.
         platform: of the local attention: None or "auto", one platform, or several in order of preference.
@@ -132,11 +138,12 @@ def ring_attention(
         NoKernelError: no admitted platform supports the local attention.
 
     Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers for Near-Infinite Context, 2023; zigzag order:
-        Grattafiori et al., The Llama 3 Herd of Models, 2024, section 3.3.2 (context parallelism).
+        Grattafiori et al., The Llama 3 Herd of Models, 2024, section 3.3.2 (context parallelism); all_to_all: Jacobs et
+        al., DeepSpeed Ulysses, 2023.
     """
     if not isinstance(fused_backward, bool):
         raise wrong_type("fused_backward", repr(fused_backward), "True or False")
-    check_layout(layout)
+    check_words(layout, strategy)
     named = {"query": query, "key": key, "value": value, "softmax_aux": softmax_aux, "bias": bias}
     for name, array in named.items():
         if not hasattr(array, "dtype") and (array is not None or name in _POSITIONAL[:3]):
@@ -156,7 +163,7 @@ def ring_attention(
     if mesh is not None:
         axes = _split_axes(axes, arrays, mesh, in_specs, out_specs)
     return _sharded.invoke(
-        RingAttentionOver(axes, layout) if axes else _FLASH_ATTENTION,
+        RingAttentionOver(axes, layout, strategy) if axes else _FLASH_ATTENTION,
         arrays,
         options,
         positional=_POSITIONAL,

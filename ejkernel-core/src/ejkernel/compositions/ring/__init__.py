@@ -1,1 +1,1 @@
-"""Attention over sequences that are split over devices: blocks of keys and values go round a ring."""
+"""Attention over sequences that are split over devices: blocks of keys and values go round a ring, or heads are exchanged."""

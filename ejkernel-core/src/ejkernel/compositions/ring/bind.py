@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.call.records import Bound
 from ejkernel.compositions.axes import Axes
-from ejkernel.compositions.ring.plan import LAYOUTS, ZIGZAG, positions_of
+from ejkernel.compositions.ring.plan import ALL_TO_ALL, CONTIGUOUS, LAYOUTS, STRATEGIES, ZIGZAG, positions_of
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.interface import OPERATION
@@ -88,7 +88,11 @@ def _all_positions(info: Any, axes: Any, size: int, layout: str, queries: int, k
     return query + (0 if info is None else info.causal_offset), key
 
 
-def check_layout(layout: Any) -> None:
-    """Refuse an unknown order of the sequence."""
-    if layout not in LAYOUTS:
-        raise invalid("layout", repr(layout), f"one of {', '.join(LAYOUTS)}")
+def check_words(layout: Any, strategy: Any) -> None:
+    """Refuse an unknown order of the sequence or strategy, and the two that do not go together."""
+    for name, value, words in (("layout", layout, LAYOUTS), ("strategy", strategy, STRATEGIES)):
+        if value not in words:
+            raise invalid(name, repr(value), f"one of {', '.join(words)}")
+    if strategy == ALL_TO_ALL and layout != CONTIGUOUS:
+        remedy = "keep the natural order: every device attends over the whole sequence, so the work is balanced in it"
+        raise invalid("layout", repr(layout), "'contiguous' with strategy='all_to_all'", remedy=remedy)

@@ -15,8 +15,9 @@ from ejkernel.call.policy import Policy, policy_for_call
 from ejkernel.call.request import Request
 from ejkernel.call.traced import split_traced, with_traced
 from ejkernel.compositions.axes import Axes, axis_size
+from ejkernel.compositions.ring.all_to_all import attend_by_heads
 from ejkernel.compositions.ring.bind import bound_shard
-from ejkernel.compositions.ring.plan import plan
+from ejkernel.compositions.ring.plan import ALL_TO_ALL, plan
 from ejkernel.compositions.ring.run import Ring, run
 from ejkernel.configs.spaces import as_setting
 from ejkernel.operations.flash_attention.interface import OPERATION
@@ -29,6 +30,7 @@ class RingAttentionOver:
 
     axes: Axes
     layout: str
+    strategy: str
 
     def check_values(self, arrays: Mapping[str, Any]) -> None:
         OPERATION.check_values(arrays)
@@ -42,6 +44,8 @@ class RingAttentionOver:
         size = axis_size(self.axes)
         if size == 1:
             return OPERATION.invoke(arrays, options, platform=platform, cfg=cfg, form=form)
+        if self.strategy == ALL_TO_ALL:
+            return attend_by_heads(self.axes, size, arrays, options, platform=platform, cfg=cfg)
         policy = policy_for_call(OPERATION.name, platform)
         target = resolve_target(jax.tree.leaves(arrays), policy.target)
         config = None if cfg is None else as_setting("cfg", cfg)

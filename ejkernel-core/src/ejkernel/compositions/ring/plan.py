@@ -17,6 +17,8 @@ from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 
 CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
 LAYOUTS = (CONTIGUOUS, ZIGZAG)
+RING, ALL_TO_ALL = "ring", "all_to_all"
+STRATEGIES = (RING, ALL_TO_ALL)
 
 
 class Structure(NamedTuple):
