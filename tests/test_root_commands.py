@@ -34,7 +34,7 @@ def test_suites_of_one_platform_ask_for_it(folder: str, platform: str):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("--comparison", "-k", "softmax"), "1 passed"),
+        (("--comparison", "-k", "softmax"), "2 passed"),
         (("--xla", "-k", "test_angles", "--verbose", "--failfast"), "test_rope.py::test_angles PASSED"),
         (("--triton", "-k", "test_version", "--", "--collect-only"), "ejkernel-triton/tests/test_versions.py"),
     ],

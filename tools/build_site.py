@@ -71,7 +71,7 @@ REFERENCES = {
     "rows": Reference(
         "Norms, softmax, rotary embedding, pooling",
         "Functions over rows.",
-        homes=("norms", "probabilities", "rotary", "pooling", "gates"),
+        homes=("norms", "probabilities", "rotary", "rotary_embedding", "pooling", "gates"),
         names=("ejkernel.LlamaRotaryEmbedding",),
     ),
     "products": Reference(

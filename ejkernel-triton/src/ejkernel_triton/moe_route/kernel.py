@@ -4,6 +4,7 @@ The gradient reads the chosen logits alone, but for a softmax over all, and puts
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportAssignmentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 from typing import Any
 
 import jax.numpy as jnp

@@ -5,6 +5,7 @@ pass compares every logit with three candidates, which settles two bits. The las
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false
 import jax.numpy as jnp
 import triton
 import triton.language as tl

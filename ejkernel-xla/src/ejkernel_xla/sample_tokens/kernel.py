@@ -23,7 +23,7 @@ _MOST_ROWS_SORTED = 4
 
 def _sorts(call: SampleTokensCall) -> bool:
     rows = call.logits.shape[0] * call.logits.shape[1]
-    return call.static_top_k is not None and (current_target().backend != "gpu" or rows <= _MOST_ROWS_SORTED)
+    return current_target().backend != "gpu" or rows <= _MOST_ROWS_SORTED
 
 
 def _ordered(x: Any) -> Any:
@@ -93,7 +93,7 @@ def _kept(call: SampleTokensCall, inputs: SampleTokensInputs, x: Any, largest: A
     ordered, most = _ordered(x), _ordered(largest)
     top: Any = None
     places: Any = None
-    if _sorts(call):
+    if call.static_top_k is not None and _sorts(call):
         values, places = jax.lax.top_k(x.astype(accumulator(x.dtype)), call.static_top_k)
         top = _ordered(values.astype(x.dtype))
         kept = kept & (ordered >= top[..., -1:])
