@@ -60,6 +60,8 @@ def test_first_cases(name, case):
     inputs = as_float64(bound.inputs)
     expected = reference.forward(request.call, inputs)
     check(public, outputs, expected)
+    if not operation.differentiable:
+        return
 
     rng = np.random.default_rng(1)
     public = [field for field in public if has_gradient(getattr(outputs, field))]
