@@ -44,17 +44,17 @@ def reports() -> list[dict[str, Any]]:
 
 
 def evidence(platform: str, operation: str, found: list[dict[str, Any]]) -> list[str]:
-    """One line for every device on which the conformance suite ran, of the run with the most cases."""
-    lines: dict[str, tuple[int, str]] = {}
+    """One line for every device on which the conformance suite ran: of the run with the most failures, then the most cases."""
+    lines: dict[str, tuple[int, int, str]] = {}
     for report in found:
         outcome = report["operations"].get(operation)
         if report["platform"] == platform and outcome:
             totals = {key: sum(level[key] for level in outcome["levels"].values()) for key in ("pass", "refused", "fail")}
             refused = f", {totals['refused']} refused" if totals["refused"] else ""
             failed = f", **{totals['fail']} failed**" if totals["fail"] else ""
-            line = totals["pass"], f"{report['device']}: {totals['pass']} passed{refused}{failed}"
+            line = totals["fail"], totals["pass"], f"{report['device']}: {totals['pass']} passed{refused}{failed}"
             lines[report["device"]] = max(line, lines.get(report["device"], line))
-    return [line for _, line in lines.values()]
+    return [line for *_, line in lines.values()]
 
 
 def support() -> str:

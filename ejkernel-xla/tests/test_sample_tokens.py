@@ -13,6 +13,7 @@ from scipy import stats
 import ejkernel
 from ejkernel._pipeline.operation import _invoke  # pyright: ignore[reportPrivateUsage]
 from ejkernel.operations.sample_tokens.reference import probabilities
+from ejkernel_xla.sample_tokens import kernel
 
 LOGITS = np.asarray(np.random.default_rng(0).standard_normal((8, 24)) * 2, np.float32)
 DRAWS = 20000
@@ -116,6 +117,29 @@ def test_kept_tokens_are_those_of_a_sort(static: bool, dtype: str) -> None:
         exact = probabilities(np.asarray(x, np.float64), *settings)
         assert exact is not None
         np.testing.assert_array_equal(np.flatnonzero(exact), kept)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.7}, {"temperature": 0.0}], ids=["top-k", "top-p", "cold"])
+def test_many_rows_on_a_gpu_keep_what_a_sort_keeps(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A top_k that is an int is found by bisection there; equal logits at its boundary too."""
+    logits = jnp.round(2 * jax.random.normal(jax.random.key(3), (400, 97)), 1)
+    found: list[Any] = []
+    for sorts in (True, False):
+        asked: list[Any] = []
+
+        def stand_in(call: Any, sorts: bool = sorts, asked: list[Any] = asked) -> bool:
+            asked.append(call)
+            return sorts
+
+        monkeypatch.setattr(kernel, "_sorts", stand_in)
+        jax.clear_caches()
+        found.append(
+            ejkernel.sample_tokens(logits, jax.random.key(5), top_k=9, return_logprobs=True, platform="xla", **settings)
+        )
+        assert asked
+    jax.clear_caches()
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-6, atol=1e-6)
 
 
 def test_equals_at_a_boundary_are_kept_together() -> None:

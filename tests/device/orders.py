@@ -49,8 +49,8 @@ MASKS: dict[str, dict[str, Any]] = {
 
 class Problem(NamedTuple):
     name: str
-    operation: str
-    function: Callable[..., Any]
+    function: str
+    """A public one."""
     options: dict[str, Any]
     make: Callable[[], tuple[Any, ...]]
     """Its arrays."""
@@ -71,7 +71,7 @@ def attention_problems() -> Iterator[Problem]:
         width = f"{size}" if size == value else f"{size}/{value}"
         name = f"B{batch} T{tokens} H{many}/{few} D{width} {mask}"
         make = functools.partial(lambda *shapes: tuple(normal(0, *shapes)), *shapes)
-        yield Problem(name, "flash_attention", ejkernel.flash_attention, options, make, ("forward", "backward"))
+        yield Problem(name, "flash_attention", options, make, ("forward", "backward"))
 
 
 def page_problems() -> Iterator[Problem]:
@@ -89,7 +89,7 @@ def page_problems() -> Iterator[Problem]:
         for heads, page in itertools.product(((32, 8, 128), (16, 16, 128), (64, 8, 64)), (16, 64)):
             make = functools.partial(pages_of, new, stored, heads, page)
             label = f"{name} H{heads[0]}/{heads[1]} D{heads[2]} page {page}"
-            yield Problem(label, "unified_attention", ejkernel.unified_attention, {}, make)
+            yield Problem(label, "unified_attention", {}, make)
 
 
 def pages_of(new: list[int], stored: list[int], heads: tuple[int, int, int], page: int) -> tuple[Any, ...]:
@@ -109,7 +109,7 @@ def pages_of(new: list[int], stored: list[int], heads: tuple[int, int, int], pag
 
 def compiled(problem: Problem, arrays: tuple[Any, ...], phase: str, platform: str) -> Any:
     """The program and what it is called with; an exception as a finding."""
-    function = functools.partial(problem.function, **problem.options, platform=platform)
+    function = functools.partial(getattr(ejkernel, problem.function), **problem.options, platform=platform)
     try:
         if phase == "forward":
             return jax.jit(function).lower(*arrays).compile(), arrays
@@ -139,7 +139,7 @@ def difference(got: Any, wanted: Any) -> float:
 
 def measure(report: Report, problem: Problem, phase: str, margin: float, threads: int) -> None:
     given = problem.make()
-    explained = ejkernel.explain(problem.operation, *given, **problem.options)
+    explained = ejkernel.explain(problem.function, *given, **problem.options)
     decision = getattr(explained, phase).to_dict()
     usable = [row["implementation"] for row in decision["candidates"] if row["verdict"] in ("chosen", "available")]
     chosen = decision["chosen"]
@@ -163,7 +163,7 @@ def measure(report: Report, problem: Problem, phase: str, margin: float, threads
             report.check(label, False, f"{type(error).__name__}: {str(error)[:200]}")
     row = {
         "case": problem.name,
-        "function": problem.operation,
+        "function": problem.function,
         "options": problem.options,
         "phase": phase,
         "chosen": chosen,

@@ -75,11 +75,8 @@ def _attention_on_mosaic_gpu(call: FlashAttentionCall, phase: Phase, target: Tar
             return Priority(BEHIND_TRITON, "gradients under a window of 128 keys took 0.97 ms, Triton's 0.71 ms")
         if not _packs(call):
             return Priority(BEHIND_TRITON, "under a window of 128 keys it was faster where 8 heads or more share keys alone")
-    if _masked_narrow_heads(call, phase):
-        return Priority(BEHIND_TRITON, "Triton's was faster for few tokens with heads of 64 under a mask")
-    narrow_values = call.value.shape[3] < call.query.shape[3] and call.query.shape[1] < _SHORT
-    if phase == "forward" and narrow_values and call.causal and call.soft_cap is None:
-        return Priority(BEHIND_TRITON, "Triton's was faster for few tokens with values narrower than keys")
+    if few := _few_on_triton(call, phase):
+        return few
     few_documents = call.query_segments is not None and call.query.shape[1] <= _FEW_TOKENS_OF_DOCUMENTS
     if phase == "forward" and few_documents and call.query.shape[3] <= 64:
         return Priority(BEHIND_TRITON, "Triton's was faster for up to 4096 tokens of documents and heads of 64")
@@ -114,8 +111,8 @@ def _attention_on_cuda(call: FlashAttentionCall, phase: Phase, target: Target) -
         return few
     if untimed := _untimed_attention(call):
         return Priority(BEHIND_TRITON, f"{untimed} were not timed")
-    if _masked_narrow_heads(call, phase):
-        return Priority(BEHIND_TRITON, "Triton's was faster for few tokens with heads of 64 under a mask")
+    if few := _few_on_triton(call, phase):
+        return few
     if call.value.shape[3] < call.query.shape[3]:
         return _narrow_values_on_cuda(call)
     shared, sees_all = call.query.shape[2] > call.key.shape[2], not call.causal and call.window is None
@@ -134,10 +131,8 @@ def _attention_on_cuda(call: FlashAttentionCall, phase: Phase, target: Target) -
 def _narrow_values_on_cuda(call: FlashAttentionCall) -> Priority:
     """orders_h100.json, H16 D192/128, 4096 tokens in sequences of 256, 512 and 1024, forward in us: full 55, 71, 113, Mosaic GPU
     42, 54, 80; causal 56, 66, 83, Mosaic GPU 70, 73, 84, Triton 54, 66, 94; with a cap 58, 67, 95, Mosaic GPU 71, 76, 91."""
-    if call.query.shape[1] < _SHORT and call.causal:
-        if call.soft_cap is not None:
-            return Priority(FIRST)
-        return Priority(BEHIND_TRITON, "Triton's was as fast or faster for few tokens with values narrower than keys")
+    if call.query.shape[1] < _SHORT and call.causal and call.soft_cap is not None:
+        return Priority(FIRST)
     return Priority(BEHIND_MOSAIC_GPU, "Mosaic GPU's was as fast or faster for values narrower than keys")
 
 
@@ -174,11 +169,17 @@ def _is_short(call: FlashAttentionCall) -> bool:
     return plain and max(call.query.shape[1], call.key.shape[1]) <= _SHORT
 
 
-def _masked_narrow_heads(call: FlashAttentionCall, phase: Phase) -> bool:
-    """A few tokens with heads of 64 under a causal mask or a cap; in sequences of 1024, gradients take as long on Mosaic GPU."""
+def _few_on_triton(call: FlashAttentionCall, phase: Phase) -> Priority | None:
+    """Behind Triton, for a few tokens with heads of 64 under a causal mask or a cap (in sequences of 1024, gradients take as long
+    on Mosaic GPU), and forward with values narrower than keys under a causal mask."""
     masked = call.causal or call.soft_cap is not None
     few = call.query.shape[1] <= (_SHORT if phase == "forward" else _SHORT // 2)
-    return _is_short(call) and few and masked and call.query.shape[3] <= 64
+    if _is_short(call) and few and masked and call.query.shape[3] <= 64:
+        return Priority(BEHIND_TRITON, "Triton's was faster for few tokens with heads of 64 under a mask")
+    narrow_values = call.value.shape[3] < call.query.shape[3] and call.query.shape[1] < _SHORT
+    if phase == "forward" and narrow_values and call.causal and call.soft_cap is None:
+        return Priority(BEHIND_TRITON, "Triton's was as fast or faster for few tokens with values narrower than keys")
+    return None
 
 
 def _is_chunk(call: FlashAttentionCall) -> bool:
