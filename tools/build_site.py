@@ -67,6 +67,7 @@ REFERENCES = {
         "Recurrences",
         "Linear attention, delta rules, RWKV, Mamba, xLSTM, short convolutions.",
         homes=("recurrences", "constant_decays", "deltas", "delta_products", "xlstm", "convolutions", "states", "mamba"),
+        names=("ejkernel.sequence_parallel",),
     ),
     "rows": Reference(
         "Norms, softmax, rotary embedding, pooling",

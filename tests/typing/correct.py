@@ -53,6 +53,7 @@ out = ejkernel.blocksparse_attention(query, query, query, mask_builder=np.ones((
 out = ejkernel.ring_attention(query, query, query, axis_name="data", layout="zigzag")
 out, lse = ejkernel.ring_attention(query, query, query, axis_name=("data",), return_lse=True)
 out = ejkernel.ring_attention(query, query, query, axis_name="data", strategy="all_to_all")
+out = ejkernel.sequence_parallel(ejkernel.gated_delta_rule, "data")(query, query, query, query[..., 0])
 out = ejkernel.zigzag_unshard(ejkernel.zigzag_shard(host, 2), 2)
 out = ejkernel.native_sparse_attention(query, query, query, block_counts=4, window_size=8)
 out, lse = ejkernel.apply_native_sparse_attention(query, query, query, integers, return_lse=True)
