@@ -256,6 +256,12 @@ def test_batch_and_sequence_over_a_mesh(name, kind):
     assert_same(found, wanted)
 
 
+def test_no_tokens():
+    given = {name: array[:, :0] for name, array in attention().items()}
+    with pytest.raises(ValueError, match="query: got no tokens on a device, expected at least one"):
+        split("gla_attention", {}, given, mesh_of(4))(given)
+
+
 def test_decoding_goes_on_from_the_state():
     function, given, options = CASES["delta rule"]
     run, single = split(function, options, given, mesh_of(4)), whole(function, options)

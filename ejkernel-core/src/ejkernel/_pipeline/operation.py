@@ -84,7 +84,8 @@ class Operation(Contract):
                 raise explanation.Captured(invocation.explain(arrays))
             self.check_values(arrays)
             if (run := _run_by.get()) is not None:
-                return _bound_and_run(invocation, dict(arrays), run)
+                # One program, also inside a shard_map that is not compiled itself.
+                return jax.jit(functools.partial(_bound_and_run, invocation, run=run))(dict(arrays))
             return _invoke(invocation, dict(arrays))
         except TypeError as error:
             _refuse_foreign(arrays, error)

@@ -64,7 +64,7 @@ def sequence_parallel(function: Callable[_Arguments, _Result], axis_name: t.Axis
         the whole sequence. `mesh`, `in_specs` and `out_specs` are refused.
 
     Raises:
-        ValueError: function is none of these, there is no such axis, or a device has fewer tokens than the filter looks back.
+        ValueError: function is none of these, there is no such axis, or a device has no tokens, or fewer than the filter looks back.
         TypeError: a wrong type.
 
     Source: Martin and Cundy, Parallelizing Linear Recurrent Neural Nets Over Sequence Length, 2018.
@@ -100,6 +100,8 @@ def sequence_parallel(function: Callable[_Arguments, _Result], axis_name: t.Axis
 def _shards(axes: tuple[str, ...], size: int, name: str, first: Any, options: Any) -> tuple[Shards, Any]:
     """How the sequence is split, and the options as this device sees them."""
     batch, length = first.shape[:2]
+    if length == 0 and size > 1:
+        raise invalid(name, "no tokens on a device", "at least one")
     segments, bounds = options.get("seg_ids"), options.get("cu_seqlens")
     if segments is not None:
         check_segments(segments, batch, length)

@@ -182,9 +182,9 @@ def _shifted(sums: Any, call: Any) -> Any:
 
 
 def _read(query: Any, state: Any) -> Any:
-    """`[b, t, H, d]` times the state `[b, H, d, v]`, wide; in bfloat16 as the kernels read it."""
+    """`[b, t, H, d]` times the state `[b, H, d, v]`, wide; rounded to bfloat16 where queries are."""
     if query.dtype == jnp.bfloat16:
-        return jnp.einsum("bthd,bhdv->bthv", query, state.astype(query.dtype), preferred_element_type=state.dtype)
+        return jnp.einsum("bthd,bhdv->bthv", query, state.astype(query.dtype)).astype(state.dtype)
     return _product("bthd,bhdv->bthv", query.astype(state.dtype), state)
 
 

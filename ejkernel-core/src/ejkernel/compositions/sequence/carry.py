@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
 from ejkernel.call.partition import vary_like
 from ejkernel.compositions.axes import Axes
@@ -43,13 +44,10 @@ class Shards:
         return self.size - 1 - index if reverse else index
 
     def gathered(self, arrays: Any, reverse: bool) -> Any:
-        """Every device's arrays `[devices, ...]`, the first one's first."""
-
-        def gather(array: Any) -> Any:
-            found = jax.lax.all_gather(array, self.axes)
-            return jnp.flip(found, 0) if reverse else found
-
-        return jax.tree.map(gather, arrays)
+        """Every device's arrays `[devices, ...]`, of one dtype, the first one's first; exchanged once, as one array."""
+        flat, unravel = ravel_pytree(arrays)
+        found = jax.lax.all_gather(flat, self.axes)
+        return jax.vmap(unravel)(jnp.flip(found, 0) if reverse else found)
 
     def of_last(self, states: Any, ends: Any) -> Any:
         """States `[b, n, ...]` of the devices where their sequences end, bool `[n]` or `[b, n]`; alike on all devices."""
@@ -124,11 +122,11 @@ def _joined(shards: Shards, reverse: bool) -> Any:
     lowest, highest = jnp.argmax(part, axis=1), ids.shape[1] - 1 - jnp.argmax(part[:, ::-1], axis=1)
     at_lowest, at_highest = (jnp.take_along_axis(ids, place[:, None], axis=1)[:, 0] for place in (lowest, highest))
     first, last = (at_highest, at_lowest) if reverse else (at_lowest, at_highest)
-    has, lasts = shards.gathered((own, last), reverse)
+    lasts = shards.gathered(jnp.where(own, last, -1), reverse)
     rank, before = shards.rank(reverse), jnp.zeros_like(own)
     previous = jnp.zeros_like(last)
     for device in range(shards.size):
-        used = has[device] & (device < rank)
+        used = (lasts[device] >= 0) & (device < rank)
         previous, before = jnp.where(used, lasts[device], previous), before | used
     return ~own | ~before | (first == previous)
 

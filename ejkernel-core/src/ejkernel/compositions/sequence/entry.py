@@ -20,11 +20,11 @@ from ejkernel.errors import invalid
 
 def run(shards: Shards, request: Any, inputs: Any) -> Any:
     """Outputs of a canonical request on this device's tokens; final states are those of the whole sequence, on all devices."""
+    index = jax.lax.axis_index(shards.axes)
     if shards.size == 1:
         outputs = request.operation.run(request, inputs)
         final = getattr(outputs, "final_state", None)
         return outputs if final is None else outputs._replace(final_state=shards.of_last(final, jnp.ones((1, 1), bool)))
-    index = jax.lax.axis_index(shards.axes)
     varying = jax.tree.map(lambda leaf: vary_like(leaf, (inputs, index)), inputs)
     if request.operation.name == "causal_conv1d":
         return _convolve(shards, request, varying)
@@ -95,7 +95,8 @@ def _runs(shards: Shards, halo: int) -> tuple[Any, Any, Any, Any]:
     the state of the whole sequence does not stand before begins in the last `halo` tokens' first run."""
     ids = vary_like(shards.segments, jax.lax.axis_index(shards.axes))
     rank, part = shards.rank(False), ids >= 0
-    has, lasts = shards.gathered((jnp.any(part, axis=1), ids[:, -1]), False)
+    some, lasts = shards.gathered((jnp.any(part, axis=1).astype(jnp.int32), ids[:, -1]), False)
+    has = some > 0
     places = jnp.arange(shards.size, dtype=jnp.int32)[:, None]
     earlier = jnp.any(has & (places < rank), axis=0)
     joined = (ids[:, 0] >= 0) & (ids[:, 0] == lasts[jnp.maximum(rank - 1, 0)])
