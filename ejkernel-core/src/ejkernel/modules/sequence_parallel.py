@@ -64,7 +64,7 @@ def sequence_parallel(function: Callable[_Arguments, _Result], axis_name: t.Axis
         the whole sequence. `mesh`, `in_specs` and `out_specs` are refused.
 
     Raises:
-        ValueError: function is none of these, there is no such axis, or a device has no tokens, or fewer than the filter looks back.
+        ValueError: function is none of these, there is no such axis, or a device has no tokens or fewer than a filter looks back.
         TypeError: a wrong type.
 
     Source: Martin and Cundy, Parallelizing Linear Recurrent Neural Nets Over Sequence Length, 2018.
