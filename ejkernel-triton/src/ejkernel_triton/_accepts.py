@@ -153,6 +153,8 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
     ),
     "quantized_matmul": (
         "zeros",
+        "group_sizes",
+        "group_offset",
         "transpose",
         "mode",
         "bits",

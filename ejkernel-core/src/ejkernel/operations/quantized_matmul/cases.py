@@ -47,7 +47,7 @@ def _case(
     return Case(name, _arrays(rows, inner, columns, mode, bits, group, **flags), options, frozenset(tags.split()))
 
 
-def _grouped_arrays(
+def grouped_arrays(
     rows: int,
     inner: int,
     columns: int,
@@ -86,7 +86,7 @@ def _grouped(
     **shard: Any,
 ) -> Case:
     options = {"mode": form[0], "bits": form[1], "group_size": form[2], "transpose": transpose}
-    arrays = _grouped_arrays(*shape, sizes, form, transpose=transpose, **shard)
+    arrays = grouped_arrays(*shape, sizes, form, transpose=transpose, **shard)
     return Case(name, arrays, options, frozenset(tags.split()))
 
 
