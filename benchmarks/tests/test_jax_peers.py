@@ -45,6 +45,8 @@ def _limits(monkeypatch):
         ("linear_recurrence", "scalar", "jax chunked"),
         pytest.param("delta_rule", "normalised", "jla", marks=needs_jla),
         pytest.param("linear_recurrence", "packed-reset", "jla", marks=needs_jla),
+        pytest.param("linear_recurrence", "value-groups", "jla", marks=needs_jla),
+        pytest.param("delta_rule", "gated", "jla", marks=needs_jla),
         pytest.param("selective_scan", "skip", "jla", marks=needs_jla),
     ],
 )

@@ -19,35 +19,70 @@ def _documents(call: Any, inputs: Any) -> dict[str, Any]:
     return {"segment_ids": jnp.searchsorted(inputs.cu_seqlens[0], tokens, side="right").astype(jnp.int32)[None]}
 
 
+def _states(call: Any) -> str | None:
+    """Why the states of a call are not its: it has one for each row."""
+    stated = call.initial_state is not None or call.return_state
+    return "has no state for each packed sequence" if stated and call.cu_seqlens is not None else None
+
+
+def _carried(call: Any, inputs: Any) -> dict[str, Any]:
+    state = None if inputs.initial_state is None else inputs.initial_state[:, 0]
+    return {"initial_state": state, "output_final_state": call.return_state}
+
+
+def _results(found: tuple[Any, Any]) -> Mapping[str, Any]:
+    out, state = found
+    return {"out": out} if state is None else {"out": out, "final_state": state[:, None]}
+
+
 def _linear_recurrence(call: Any, inputs: Any) -> Function | str:
     from jla.ops import linear_attention
 
     decays = [name for name in ("g", "gk", "g_gamma") if getattr(call, name) is not None]
-    reason = beyond(call, "query", "key", "value", "g", "gk", "g_gamma", "bonus", "cu_seqlens", "scale") or same_heads(call)
+    known = ("query", "key", "value", "g", "gk", "g_gamma", "bonus", "initial_state", "cu_seqlens", "scale", "return_state")
+    grouped = decays in (["g"], ["g_gamma"]) and call.query.shape[2] == call.key.shape[2] < call.value.shape[2]
+    reason = beyond(call, *known) or (None if grouped else same_heads(call)) or _states(call)
     if reason or len(decays) != 1:
         return reason or "takes one kind of decay"
     if call.bonus is not None and call.gk is None:
         return "takes a bonus beside decays per channel only"
 
     def recurrence(x: Any) -> Mapping[str, Any]:
-        options = {"scale": call.scale, **_documents(call, x)}
+        options = {"scale": call.scale, **_documents(call, x), **_carried(call, x)}
         if call.bonus is not None:
-            out, _ = linear_attention("rwkv6", x.query, x.key, x.value, g=x.gk, u=x.bonus[0], **options)
-        elif call.gk is not None:
-            out, _ = linear_attention("gla", x.query, x.key, x.value, g=x.gk, **options)
-        else:
-            g = x.g if x.g is not None else jnp.broadcast_to(x.g_gamma[:, None], x.query.shape[:3])
-            out, _ = linear_attention("simple_gla", x.query, x.key, x.value, g=g, **options)
-        return {"out": out}
+            return _results(linear_attention("rwkv6", x.query, x.key, x.value, g=x.gk, u=x.bonus[0], **options))
+        if call.gk is not None:
+            return _results(linear_attention("gla", x.query, x.key, x.value, g=x.gk, **options))
+        g = x.g if x.g is not None else x.g_gamma[:, None]
+        g = jnp.broadcast_to(_repeated(g, x.value.shape[2]), x.value.shape[:3])
+        if grouped:
+            return _results(_grouped(x.query, x.key, x.value, g, options))
+        return _results(linear_attention("simple_gla", x.query, x.key, x.value, g=g, **options))
 
     return recurrence
+
+
+def _repeated(array: Any, heads: int) -> Any:
+    return jnp.repeat(array, heads // array.shape[2], axis=2)
+
+
+def _grouped(query: Any, key: Any, value: Any, g: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    """As its Mamba-2 calls them: its kernels take groups, its other forms do not."""
+    from jla.ops import linear_attention
+    from jla.ops.mosaic_gpu import scalar_gate
+
+    if scalar_gate.supports_simple_gla(query, key, value, g, **options):
+        return scalar_gate.run(query, key, value, g, None, delta=False, grouped_key_grads=True, **options)
+    query, key = (_repeated(array, value.shape[2]) for array in (query, key))
+    return linear_attention("simple_gla", query, key, value, g=g, **options)
 
 
 def _delta_rule(call: Any, inputs: Any) -> Function | str:
     from jla.ops import linear_attention
 
-    known = ("query", "key", "value", "beta", "decay", "a", "b", "cu_seqlens", "scale", "use_qk_l2norm")
-    reason = beyond(call, *known) or same_heads(call)
+    gates = ("beta", "decay", "a", "b", "scale", "use_qk_l2norm")
+    known = ("query", "key", "value", *gates, "initial_state", "cu_seqlens", "return_state")
+    reason = beyond(call, *known) or same_heads(call) or _states(call)
     if reason:
         return reason
     if call.a is not None or call.b is not None:
@@ -58,8 +93,8 @@ def _delta_rule(call: Any, inputs: Any) -> Function | str:
     def rule(x: Any) -> Mapping[str, Any]:
         kind = "deltanet" if x.decay is None else "kda" if call.decays_by_channel else "gated_deltanet"
         gates = {"beta": x.beta} if x.decay is None else {"beta": x.beta, "g": x.decay}
-        options = {"scale": call.scale, "use_qk_l2norm": call.use_qk_l2norm, **_documents(call, x)}
-        return {"out": linear_attention(kind, x.query, x.key, x.value, **gates, **options)[0]}
+        options = {"scale": call.scale, "use_qk_l2norm": call.use_qk_l2norm, **_documents(call, x), **_carried(call, x)}
+        return _results(linear_attention(kind, x.query, x.key, x.value, **gates, **options))
 
     return rule
 
@@ -73,8 +108,8 @@ def _general(call: Any) -> Function | str:
 
     def rule(x: Any) -> Mapping[str, Any]:
         gates = {"w": x.decay, "a": x.b, "b": x.a}
-        out, _ = linear_attention("rwkv7", x.query, x.key, x.value, **gates, scale=call.scale, **_documents(call, x))
-        return {"out": out}
+        options = {"scale": call.scale, **_documents(call, x), **_carried(call, x)}
+        return _results(linear_attention("rwkv7", x.query, x.key, x.value, **gates, **options))
 
     return rule
 
