@@ -24,6 +24,7 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "q_blocksize",
         "kv_blocksize",
         "mask_builder",
+        "per_head_tiles",
     ),
     "causal_conv1d": (
         "bias",
