@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+import jax
 import pytest
 
 import ejkernel_bench as bench
@@ -54,7 +55,8 @@ def test_peer(operation, case, peer):
     settings = bench.Settings(
         operations=(operation,), size="test", case=case, peers=(peer,), platforms=("xla",), rounds=2, input_sets=2
     )
-    cases = bench.run(settings, progress=False)["cases"]
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as in a user's process
+        cases = bench.run(settings, progress=False)["cases"]
     assert [found["phase"] for found in cases] == ["forward", "backward"]
     for found in cases:
         runs = {run["name"]: run for run in found["runs"]}

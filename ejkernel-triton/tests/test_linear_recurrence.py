@@ -82,6 +82,36 @@ def test_several_segments(interpreted, name):
     check(*bound_of(NAMED[name].arrays, NAMED[name].options), SEVERAL_SEGMENTS, limits)
 
 
+@pytest.mark.parametrize(
+    ("decays", "heads", "bounds", "reverse"),
+    [
+        ("g", {"value_heads": 6}, None, False),
+        ("g gamma", {"query_heads": 4}, (0, 9, 9, 30), True),
+        ("gk", {"query_heads": 4}, None, True),
+        ("", {"value_heads": 4}, (0, 17, 33), False),
+    ],
+)
+def test_programs_that_sum_heads(interpreted, monkeypatch, decays, heads, bounds, reverse):
+    """What heads share has its gradient summed by the program that runs them; here by one, and by several."""
+    maker = arrays(1, 40, 2, 20, 18, decays=decays, state=True, bounds=bounds, rate=0.1, **heads)
+    call, inputs = bound_of(maker, {"reverse": reverse, "return_state": True})
+    launched = []
+
+    def recorded_call(kernel, *arguments, **constants):
+        launched.append(constants.get("MEMBERS", 1))
+        return testing.interpreted_call(kernel, *arguments, **constants)
+
+    monkeypatch.setattr(kernel, "call_kernel", recorded_call)
+    group = call.heads[1] // call.heads[0]
+    monkeypatch.setattr(kernel, "_PROGRAMS", 1)
+    check(call, inputs, SEVERAL_SEGMENTS)
+    assert group in launched
+    launched.clear()
+    monkeypatch.setattr(kernel, "_PROGRAMS", 10**6)
+    check(call, inputs, SEVERAL_SEGMENTS)
+    assert set(launched) == {1}
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("state", [False, True])
 def test_bonus(interpreted, state, reverse):

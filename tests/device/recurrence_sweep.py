@@ -110,10 +110,16 @@ def _wide(values: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, values)
 
 
+@functools.cache
+def result_of(family: str, shape: Shape) -> Any:
+    """Shape and dtype; XLA's form compiles nothing when it is traced."""
+    function = functools.partial(FAMILIES[family].ours, platform="xla")
+    return jax.tree.leaves(jax.eval_shape(lambda: function(FAMILIES[family].make(shape))))[0]
+
+
 def data(job: Job) -> tuple[Any, Any]:
     """The arrays, and a cotangent for the result."""
-    arrays = job.recurrence.make(job.shape)
-    out = jax.tree.leaves(jax.eval_shape(job.recurrence.ours, arrays))[0]
+    arrays, out = job.recurrence.make(job.shape), result_of(job.family, job.shape)
     return arrays, jax.random.normal(jax.random.key(1), out.shape, jnp.bfloat16).astype(out.dtype)
 
 

@@ -122,7 +122,11 @@ def _selective_scan(call: Any, inputs: Any) -> Function | str:
         return reason or "takes one A for the whole batch"
 
     def scan(x: Any) -> Mapping[str, Any]:
-        options = {"d": None if x.D is None else x.D[0], "initial_state": x.initial_state, "output_final_state": True}
+        options: dict[str, Any] = {
+            "d": None if x.D is None else x.D[0],
+            "initial_state": x.initial_state,
+            "output_final_state": True,
+        }
         out, state = linear_attention("mamba1", x.C, x.B, x.x, dt=x.dt, a=x.A[0], scale=1.0, **options)
         return {"out": out, "final_state": state}
 
@@ -138,7 +142,7 @@ def _linear_cross_entropy(call: Any, inputs: Any) -> Function | str:
 
     def loss(x: Any) -> Mapping[str, Any]:
         head = x.head[0] if call.transpose_head else x.head[0].T
-        options = {"z_loss_weight": call.z_loss, "label_smoothing": call.label_smoothing, "ignore_index": -1}
+        options: dict[str, Any] = {"z_loss_weight": call.z_loss, "label_smoothing": call.label_smoothing, "ignore_index": -1}
         return {"total": linear_cross_entropy_objective(x.x[0], head, x.targets[0], **options).objective_sum[None]}
 
     return loss

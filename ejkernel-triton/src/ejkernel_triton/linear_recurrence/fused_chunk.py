@@ -105,170 +105,184 @@ def fused_chunk_kernel(
     TRANSPOSED: tl.constexpr,
     LOG: tl.constexpr,
     FINAL: tl.constexpr,
+    MEMBERS: tl.constexpr,
 ):
     """Outputs of a segment's tokens.
 
     BEFORE: there are states before the segments. LAST: the state after the segment is wanted.
     LOG: 1 writes own . out, of every channel or summed; 2 takes that of the other gradient and writes the gradient of the decays.
     FINAL: the state at the end of a sequence has a gradient, and lies in p_final.
+    MEMBERS: heads that a program runs one after the other, and whose outputs it sums in p_out, float32 if there are several.
     """
+    PARTS: tl.constexpr = R.heads // MEMBERS
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
     i_block = tl.program_id(0) % BLOCKS
-    i_head = tl.program_id(0) // BLOCKS % R.heads
-    i_segment = tl.program_id(0) // (BLOCKS * R.heads) % segments
-    i_batch = tl.program_id(0) // (BLOCKS * R.heads) // segments
+    i_part = tl.program_id(0) // BLOCKS % PARTS
+    i_segment = tl.program_id(0) // (BLOCKS * PARTS) % segments
+    i_batch = tl.program_id(0) // (BLOCKS * PARTS) // segments
     i_column = i_block * BLOCK_V
     i_sequence, i_first, count, valid, last = segment_of(
         p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT
     )
     i_first = i_batch.to(tl.int64) * length + i_first
     i_state = i_batch * segments + i_segment
-    tokens = (tl.num_programs(0) // (BLOCKS * R.heads) // segments).to(tl.int64) * length  # of all members of the batch
+    tokens = (tl.num_programs(0) // (BLOCKS * PARTS) // segments).to(tl.int64) * length  # of all members of the batch
     chunks = tl.cdiv(count, CHUNK)
-    o_sums = ((i_batch * segments + i_segment).to(tl.int64) * R.heads + i_head) * SEGMENT
-
-    b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
-    if BEFORE:
-        p_tile, m_tile = state_of(p_before, i_state, i_head, i_column, R, BLOCK_K, BLOCK_V)
-        b_state = tl.load(p_tile, mask=m_tile & valid, other=0.0).to(tl.float32)
-    if LOG == 2:
-        p_tile, m_tile = state_of(p_after, i_state + 1, i_head, i_column, R, BLOCK_K, BLOCK_V)
-        b_after = tl.load(p_tile, mask=m_tile & valid & (last == 0), other=0.0)
-        if FINAL:
-            p_tile, m_tile = state_of(p_final, i_batch * sequences + i_sequence, i_head, i_column, R, BLOCK_K, BLOCK_V)
-            b_after += tl.load(p_tile, mask=m_tile & valid & last, other=0.0)
-        b_carry = tl.sum(b_state * b_after, axis=0)  # [BLOCK_V]
-        if R.decay == "scalar":
-            b_carry = tl.sum(b_carry, axis=0)
-
     o_row = tl.arange(0, CHUNK)
-    if TRANSPOSED:
-        b_state = tl.trans(b_state)
-    for i_step in range(chunks):
-        if R.back:
-            i_position = (chunks - 1 - i_step) * CHUNK
-        else:
-            i_position = i_step * CHUNK
-        stored = count - i_position
-        rows = tl.where(valid, stored, 0)
-        if R.reverse:
-            i_token = i_first - i_position
-        else:
-            i_token = i_first + i_position
-        b_query = load_tile(p_query, i_token, i_head, 0, rows, R.query_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
-        b_key = load_tile(p_key, i_token, i_head, 0, rows, R.key_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
-        b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
+    for i_member in range(MEMBERS):
+        i_head = i_part * MEMBERS + i_member
+        o_sums = ((i_batch * segments + i_segment).to(tl.int64) * R.heads + i_head) * SEGMENT
+        b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+        if BEFORE:
+            p_tile, m_tile = state_of(p_before, i_state, i_head, i_column, R, BLOCK_K, BLOCK_V)
+            b_state = tl.load(p_tile, mask=m_tile & valid, other=0.0).to(tl.float32)
+        if LOG == 2:
+            p_tile, m_tile = state_of(p_after, i_state + 1, i_head, i_column, R, BLOCK_K, BLOCK_V)
+            b_after = tl.load(p_tile, mask=m_tile & valid & (last == 0), other=0.0)
+            if FINAL:
+                p_tile, m_tile = state_of(p_final, i_batch * sequences + i_sequence, i_head, i_column, R, BLOCK_K, BLOCK_V)
+                b_after += tl.load(p_tile, mask=m_tile & valid & last, other=0.0)
+            b_carry = tl.sum(b_state * b_after, axis=0)  # [BLOCK_V]
+            if R.decay == "scalar":
+                b_carry = tl.sum(b_carry, axis=0)
 
-        if R.decay == "scalar":
-            b_hi, b_lo, hi, lo = scalar_logs(
-                p_hi, p_lo, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, FULL_CHUNKS, R
-            )
-        if R.decay == "key":
-            b_scores = load_tile(p_scores, i_token, i_head, 0, rows, R.heads, CHUNK, CHUNK, CHUNK, FULL_CHUNKS, R)
-            b_total = totals_of(p_totals, o_sums + i_position, 0, rows, CHUNK, R.width, BLOCK_K)
-            if R.back:
-                b_scores = tl.trans(b_scores)
-            b_out = dot(b_query, b_state, R)
-            b_out += dot(b_scores, b_value, R)
-            b_state *= tl.exp2(b_total)[:, None]
-            b_state = tl.dot(tl.trans(b_key), b_value, b_state, input_precision=R.precision)
-        elif TRANSPOSED:
-            b_scores = tl.dot(b_key, tl.trans(b_query), input_precision=R.precision)
-            b_out = dot(b_state, tl.trans(b_query), R)  # [BLOCK_V, CHUNK]
-            if R.decay == "scalar":
-                b_read, b_update = edge_decays(b_hi, b_lo, hi, lo, R)
-                b_scores = weighted_scores(b_scores, b_hi, b_lo, CHUNK, R, not R.back)
-                b_out *= (b_read * R.read_scale)[None, :]
-                b_state *= tl.exp2(hi_plus_lo(hi, lo, R))
-                b_weighted = (b_value * (b_update * R.update_scale)[:, None]).to(b_value.dtype)
-            else:
-                b_scores = weighted_scores(b_scores, 0.0, 0.0, CHUNK, R, not R.back)
-                b_out *= R.read_scale
-                b_weighted = (b_value.to(tl.float32) * R.update_scale).to(b_value.dtype)
-            b_out += dot(tl.trans(b_value), b_scores, R)
-            b_out = tl.trans(b_out)
-            b_state = tl.dot(tl.trans(b_weighted), b_key, b_state, input_precision=R.precision)
-        else:
-            b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
-            b_out = dot(b_query, b_state, R)
-            if R.decay == "scalar":
-                b_read, b_update = edge_decays(b_hi, b_lo, hi, lo, R)
-                b_scores = weighted_scores(b_scores, b_hi, b_lo, CHUNK, R, R.back)
-                b_out *= (b_read * R.read_scale)[:, None]
-                b_out += dot(b_scores, b_value, R)
-                b_state *= tl.exp2(hi_plus_lo(hi, lo, R))
-                b_weighted = (b_value * (b_update * R.update_scale)[:, None]).to(b_value.dtype)
-            elif R.decay == "value":
-                b_log = log_tile(p_gk, i_token, i_head, i_column, rows, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
-                b_scores *= R.scale
-                b_weighted = load_tile(
-                    p_update, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
-                )
-                b_total = totals_of(p_totals, o_sums + i_position, i_column, rows, CHUNK, R.channels, BLOCK_V)
-                if R.back:
-                    b_read = suffix_decays(b_log, CHUNK, R)
-                else:
-                    b_read = prefix_decays(b_log, CHUNK, R)
-                b_out *= b_read * R.read_scale
-                if R.wide:
-                    b_out = add_levels(b_out, b_scores, b_value, b_log, CHUNK, LEVELS, R)
-                else:
-                    b_middle, most = middle_logs(b_log, CHUNK, R)
-                    if most < MAX_MIDDLE_EXPONENT:
-                        if R.back:
-                            b_middle = -b_middle
-                            m_seen = o_row[:, None] <= o_row[None, :]
-                        else:
-                            m_seen = o_row[:, None] >= o_row[None, :]
-                        b_pairs = tl.where(m_seen, b_scores, 0.0)
-                        b_far = (b_value * tl.exp2(-b_middle)).to(b_value.dtype)
-                        b_out += tl.exp2(b_middle) * dot(b_pairs, b_far, R)
-                    else:
-                        b_out = add_levels(b_out, b_scores, b_value, b_log, CHUNK, LEVELS, R)
-                b_state *= tl.exp2(b_total)[None, :]
-            else:
-                if R.read_scale != 1.0:
-                    b_out *= R.read_scale
-                b_out += dot(weighted_scores(b_scores, 0.0, 0.0, CHUNK, R, R.back), b_value, R)
-                b_weighted = b_value
-                if R.update_scale != 1.0:
-                    b_weighted = (b_value.to(tl.float32) * R.update_scale).to(b_value.dtype)
-            b_state = tl.dot(tl.trans(b_key), b_weighted, b_state, input_precision=R.precision)
-
-        store_tile(p_out, b_out, i_token, i_head, i_column, stored, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
-        if LOG > 0:
-            b_own = load_tile(p_own, i_token, i_head, i_column, rows, R.own_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
-            b_product = b_own.to(tl.float32) * b_out
-            if R.decay == "scalar":
-                b_product = tl.sum(b_product, axis=1)  # [CHUNK]
-                p_row = row_of(p_log, i_block * tokens + i_token, i_head, R.heads, CHUNK, R)
-                if LOG == 2:
-                    p_other = row_of(p_partner, i_block * tokens + i_token, i_head, R.heads, CHUNK, R)
-                    b_product = tl.load(p_other, mask=o_row < rows, other=0.0) - b_product
-                    b_sum = tl.sum(b_product, axis=0)
-                    b_product = b_carry + tl.cumsum(b_product, axis=0, reverse=True)
-                    b_carry += b_sum
-                    b_product = tl.where(o_row < rows, b_product, 0.0)
-                tl.store(p_row, b_product, mask=o_row < stored)
-            else:
-                if LOG == 2:
-                    b_other = load_tile(
-                        p_partner, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
-                    )
-                    b_product = b_other - b_product
-                    b_sum = tl.sum(b_product, axis=0)
-                    b_later = tl.where(o_row[:, None] <= o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
-                    b_product = b_carry[None, :] + select_sums(b_later, b_product, False)
-                    b_carry += b_sum
-                    b_product = tl.where((o_row < rows)[:, None], b_product, 0.0)
-                store_tile(
-                    p_log, b_product, i_token, i_head, i_column, stored, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
-                )
-    if LAST:
         if TRANSPOSED:
             b_state = tl.trans(b_state)
-        p_tile, m_tile = state_of(p_last, i_state, i_head, i_column, R, BLOCK_K, BLOCK_V)
-        tl.store(p_tile, b_state, mask=m_tile)
+        for i_step in range(chunks):
+            if R.back:
+                i_position = (chunks - 1 - i_step) * CHUNK
+            else:
+                i_position = i_step * CHUNK
+            stored = count - i_position
+            rows = tl.where(valid, stored, 0)
+            if R.reverse:
+                i_token = i_first - i_position
+            else:
+                i_token = i_first + i_position
+            b_query = load_tile(p_query, i_token, i_head, 0, rows, R.query_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
+            b_key = load_tile(p_key, i_token, i_head, 0, rows, R.key_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
+            b_value = load_tile(
+                p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
+            )
+
+            if R.decay == "scalar":
+                b_hi, b_lo, hi, lo = scalar_logs(
+                    p_hi, p_lo, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, FULL_CHUNKS, R
+                )
+            if R.decay == "key":
+                b_scores = load_tile(p_scores, i_token, i_head, 0, rows, R.heads, CHUNK, CHUNK, CHUNK, FULL_CHUNKS, R)
+                b_total = totals_of(p_totals, o_sums + i_position, 0, rows, CHUNK, R.width, BLOCK_K)
+                if R.back:
+                    b_scores = tl.trans(b_scores)
+                b_out = dot(b_query, b_state, R)
+                b_out += dot(b_scores, b_value, R)
+                b_state *= tl.exp2(b_total)[:, None]
+                b_state = tl.dot(tl.trans(b_key), b_value, b_state, input_precision=R.precision)
+            elif TRANSPOSED:
+                b_scores = tl.dot(b_key, tl.trans(b_query), input_precision=R.precision)
+                b_out = dot(b_state, tl.trans(b_query), R)  # [BLOCK_V, CHUNK]
+                if R.decay == "scalar":
+                    b_read, b_update = edge_decays(b_hi, b_lo, hi, lo, R)
+                    b_scores = weighted_scores(b_scores, b_hi, b_lo, CHUNK, R, not R.back)
+                    b_out *= (b_read * R.read_scale)[None, :]
+                    b_state *= tl.exp2(hi_plus_lo(hi, lo, R))
+                    b_weighted = (b_value * (b_update * R.update_scale)[:, None]).to(b_value.dtype)
+                else:
+                    b_scores = weighted_scores(b_scores, 0.0, 0.0, CHUNK, R, not R.back)
+                    b_out *= R.read_scale
+                    b_weighted = (b_value.to(tl.float32) * R.update_scale).to(b_value.dtype)
+                b_out += dot(tl.trans(b_value), b_scores, R)
+                b_out = tl.trans(b_out)
+                b_state = tl.dot(tl.trans(b_weighted), b_key, b_state, input_precision=R.precision)
+            else:
+                b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
+                b_out = dot(b_query, b_state, R)
+                if R.decay == "scalar":
+                    b_read, b_update = edge_decays(b_hi, b_lo, hi, lo, R)
+                    b_scores = weighted_scores(b_scores, b_hi, b_lo, CHUNK, R, R.back)
+                    b_out *= (b_read * R.read_scale)[:, None]
+                    b_out += dot(b_scores, b_value, R)
+                    b_state *= tl.exp2(hi_plus_lo(hi, lo, R))
+                    b_weighted = (b_value * (b_update * R.update_scale)[:, None]).to(b_value.dtype)
+                elif R.decay == "value":
+                    b_log = log_tile(p_gk, i_token, i_head, i_column, rows, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
+                    b_scores *= R.scale
+                    b_weighted = load_tile(
+                        p_update, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
+                    )
+                    b_total = totals_of(p_totals, o_sums + i_position, i_column, rows, CHUNK, R.channels, BLOCK_V)
+                    if R.back:
+                        b_read = suffix_decays(b_log, CHUNK, R)
+                    else:
+                        b_read = prefix_decays(b_log, CHUNK, R)
+                    b_out *= b_read * R.read_scale
+                    if R.wide:
+                        b_out = add_levels(b_out, b_scores, b_value, b_log, CHUNK, LEVELS, R)
+                    else:
+                        b_middle, most = middle_logs(b_log, CHUNK, R)
+                        if most < MAX_MIDDLE_EXPONENT:
+                            if R.back:
+                                b_middle = -b_middle
+                                m_seen = o_row[:, None] <= o_row[None, :]
+                            else:
+                                m_seen = o_row[:, None] >= o_row[None, :]
+                            b_pairs = tl.where(m_seen, b_scores, 0.0)
+                            b_far = (b_value * tl.exp2(-b_middle)).to(b_value.dtype)
+                            b_out += tl.exp2(b_middle) * dot(b_pairs, b_far, R)
+                        else:
+                            b_out = add_levels(b_out, b_scores, b_value, b_log, CHUNK, LEVELS, R)
+                    b_state *= tl.exp2(b_total)[None, :]
+                else:
+                    if R.read_scale != 1.0:
+                        b_out *= R.read_scale
+                    b_out += dot(weighted_scores(b_scores, 0.0, 0.0, CHUNK, R, R.back), b_value, R)
+                    b_weighted = b_value
+                    if R.update_scale != 1.0:
+                        b_weighted = (b_value.to(tl.float32) * R.update_scale).to(b_value.dtype)
+                b_state = tl.dot(tl.trans(b_key), b_weighted, b_state, input_precision=R.precision)
+
+            b_sum_out = b_out
+            if MEMBERS > 1:
+                earlier = tl.where(i_member > 0, stored, 0)
+                b_sum_out += load_tile(p_out, i_token, i_head, i_column, earlier, PARTS, R.channels, BLOCK_V, CHUNK, False, R)
+            store_tile(p_out, b_sum_out, i_token, i_head, i_column, stored, PARTS, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
+            if LOG > 0:
+                b_own = load_tile(
+                    p_own, i_token, i_head, i_column, rows, R.own_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
+                )
+                b_product = b_own.to(tl.float32) * b_out
+                if R.decay == "scalar":
+                    b_product = tl.sum(b_product, axis=1)  # [CHUNK]
+                    p_row = row_of(p_log, i_block * tokens + i_token, i_head, R.heads, CHUNK, R)
+                    if LOG == 2:
+                        p_other = row_of(p_partner, i_block * tokens + i_token, i_head, R.heads, CHUNK, R)
+                        b_product = tl.load(p_other, mask=o_row < rows, other=0.0) - b_product
+                        b_sum = tl.sum(b_product, axis=0)
+                        b_product = b_carry + tl.cumsum(b_product, axis=0, reverse=True)
+                        b_carry += b_sum
+                        b_product = tl.where(o_row < rows, b_product, 0.0)
+                    tl.store(p_row, b_product, mask=o_row < stored)
+                else:
+                    if LOG == 2:
+                        b_other = load_tile(
+                            p_partner, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
+                        )
+                        b_product = b_other - b_product
+                        b_sum = tl.sum(b_product, axis=0)
+                        b_later = tl.where(o_row[:, None] <= o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
+                        b_product = b_carry[None, :] + select_sums(b_later, b_product, False)
+                        b_carry += b_sum
+                        b_product = tl.where((o_row < rows)[:, None], b_product, 0.0)
+                    store_tile(
+                        p_log, b_product, i_token, i_head, i_column, stored, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
+                    )
+        if LAST:
+            if TRANSPOSED:
+                b_state = tl.trans(b_state)
+            p_tile, m_tile = state_of(p_last, i_state, i_head, i_column, R, BLOCK_K, BLOCK_V)
+            tl.store(p_tile, b_state, mask=m_tile)
+        if MEMBERS > 1:
+            tl.debug_barrier()  # the next head's threads read what others have stored
 
 
 @triton.jit

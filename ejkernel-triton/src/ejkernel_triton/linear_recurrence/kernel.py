@@ -4,7 +4,8 @@ In forward one kernel loops over the chunks of a segment with the state in regis
 states before segments are computed first: each segment starts from zero, and a scan combines them. Backward computes both the
 states and their gradients this way, then runs three recurrences; it stores states between segments only. With decays per channel
 another kernel computes the scores of all chunks, and queries and keys decayed to the chunk boundaries. In forward `repair` looks
-for outputs that are not finite.
+for outputs that are not finite. Gradients of what heads share are summed by programs that run several of these heads, so that the
+gradients of each (for Mamba-2 80 in place of one) are never in memory.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from ejkernel_triton.linear_recurrence.states import scan_states_kernel, segment
 _SUMMED_HEADS = 16
 _REPAIR_BLOCK = 32
 """Channels of value that a program of `repair` holds."""
+_PROGRAMS = 512
+"""So many are left where programs run several heads: a large device runs two or more on each of up to 148 multiprocessors."""
 _SCAN_BLOCK = 1024
 """State elements of one program of the scan."""
 
@@ -214,14 +217,19 @@ class _Problem:
         dtype: Any,
         last: bool = False,
         logs: _Logs | None = None,
+        members: int = 1,
     ) -> list[Any]:
-        """The outputs `[b, t, H, channels]` of a recurrence, the states after segments if `last`, and what `logs` requests."""
+        """The outputs `[b, t, H, channels]` of a recurrence, the states after segments if `last`, and what `logs` requests.
+
+        members: neighbouring heads whose outputs are summed, `[b, t, H / members, channels]`.
+        """
         query = arrays[0]
         stand_in = (query, query, query, query)
         given = stand_in if logs is None else tuple(query if x is None else x for x in logs.arrays)
         state = (self.batch, cut.number, self.heads, *self.state_shape)
         shape = (self.batch, self.length, self.heads, params.channels)
         log_shape = (1,) if logs is None else (self.blocks(params), *shape[:3]) if params.decay == "scalar" else shape
+        parts = self.heads // members
         return call_kernel(
             fused_chunk_kernel,
             (
@@ -229,15 +237,28 @@ class _Problem:
                 query if before is None else before,
                 *(*given, *self.numbers(cut)),
             ),
-            ((shape, dtype), (state if last else (1,), jnp.float32), (log_shape, jnp.float32)),
-            grid=self.batch * cut.number * self.heads * self.blocks(params),
+            (
+                ((*shape[:2], parts, params.channels), dtype),
+                (state if last else (1,), jnp.float32),
+                (log_shape, jnp.float32),
+            ),
+            grid=self.batch * cut.number * parts * self.blocks(params),
             LEVELS=self.levels,
             BEFORE=before is not None,
             LAST=last,
             TRANSPOSED=self.transposes_tiles(params),
             LOG=0 if logs is None else 1 if logs.partner is None else 2,
             FINAL=logs is not None and logs.final is not None,
+            MEMBERS=members,
             **self.tiles(params, cut, self.config),
+        )
+
+    def members(self, params: RecurrenceParams, cut: _Segments) -> int:
+        """Heads of a group that one program sums: as many as leave the device enough programs."""
+        group = self.heads // params.own_heads
+        programs = self.batch * cut.number * self.heads * self.blocks(params)
+        return max(
+            count for count in range(1, group + 1) if group % count == 0 and (count == 1 or programs // count >= _PROGRAMS)
         )
 
     def repair(self, out: Any, cut: _Segments, before: Any) -> Any:
@@ -375,21 +396,21 @@ def backward(
 
     decaying = params.decay != "none"
 
-    def dtype(given: Any) -> Any:
-        return given.dtype if given.shape[2] == problem.heads else jnp.float32
+    def gradient(given: Any, params: RecurrenceParams, arrays: tuple[Any, Any, Any], **options: Any) -> list[Any]:
+        """With heads that share, float32 sums of as many as one program runs."""
+        dtype = given.dtype if given.shape[2] == problem.heads else jnp.float32
+        return problem.read(params, arrays, cut, prepared, dtype=dtype, members=problem.members(params, cut), **options)
 
-    d_query, _, products = problem.read(
-        query_gradient_params(params), (d_out, value, key), cut, prepared, update=prepared.update, before=before,
-        dtype=dtype(query), logs=_Logs(query) if decaying else None,
+    d_query, _, products = gradient(
+        query, query_gradient_params(params), (d_out, value, key), update=prepared.update, before=before,
+        logs=_Logs(query) if decaying else None,
     )  # fmt: skip
     logs = _Logs(key, products, before, final if d_final is not None else None)
-    d_key, _, d_logs = problem.read(
-        key_gradient_params(params), (value, d_out, query), cut, prepared, update=prepared.read, before=d_after, dtype=dtype(key),
+    d_key, _, d_logs = gradient(
+        key, key_gradient_params(params), (value, d_out, query), update=prepared.read, before=d_after,
         logs=logs if decaying else None,
     )  # fmt: skip
-    d_value = problem.read(
-        to_value, (prepared.update, prepared.read, d_out), cut, prepared, before=d_after, dtype=dtype(value)
-    )[0]
+    d_value = gradient(value, to_value, (prepared.update, prepared.read, d_out), before=d_after)[0]
     return LinearRecurrenceInputs(
         query=_shared(d_query, query, 2),
         key=_shared(d_key, key, 2),
