@@ -250,6 +250,21 @@ def test_mesh(kind):
         assert not re.findall("all-gather", run.lower(q, k, v, sinks).compile().as_text())
 
 
+@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_lists_of_heads_on_a_mesh(kind, members):
+    """They are split with the heads."""
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind,) * 2)
+    q, k, v = problem()
+    allowed = np.random.default_rng(4).random((members, q.shape[1], 6, 6)) < 0.4
+    layout = block_sparse_layout(LENGTH, mask_builder=allowed, causal=False, q_blocksize=BLOCK, kv_blocksize=BLOCK)
+    wanted = blocksparse_attention(q, k, v, qkv_layouts=layout)
+    spec = P("dp", "tp", None, None)
+    run = jax.jit(lambda *a: blocksparse_attention(*a, qkv_layouts=layout, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec))
+    np.testing.assert_allclose(run(q, k, v), wanted, atol=1e-6)
+    assert not re.findall("all-gather", run.lower(q, k, v).compile().as_text())
+
+
 def test_class_form_and_explain():
     q, k, v = problem()
     assert BlockSparseAttention()(q, k, v).shape == q.shape
