@@ -143,6 +143,7 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "scale",
         "reverse",
         "return_state",
+        "transposed_state",
         "precision",
     ),
     "mean_pooling": ("cu_seqlens",),

@@ -16,6 +16,7 @@ from ejkernel.call.partition import vary_like
 from ejkernel.compositions.sequence.affine import AFFINE
 from ejkernel.compositions.sequence.carry import Shards, carry_of
 from ejkernel.errors import invalid
+from ejkernel.operations.linear_recurrence.transposed import with_key_first
 
 
 def run(shards: Shards, request: Any, inputs: Any) -> Any:
@@ -28,6 +29,12 @@ def run(shards: Shards, request: Any, inputs: Any) -> Any:
     varying = jax.tree.map(lambda leaf: vary_like(leaf, (inputs, index)), inputs)
     if request.operation.name == "causal_conv1d":
         return _convolve(shards, request, varying)
+    if getattr(request.call, "transposed_state", False):
+
+        def with_call(call: Any, inputs: Any) -> Any:
+            return run(shards, dataclasses.replace(request, call=call).reshaped(inputs), inputs)
+
+        return with_key_first(request.call, inputs, with_call)
     if request.operation.name not in AFFINE:  # what works token by token, such as a norm after the recurrence
         return request.operation.run(request, inputs)
     return _pass_states(shards, request, varying)
