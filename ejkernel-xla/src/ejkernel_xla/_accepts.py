@@ -29,6 +29,7 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "q_blocksize",
         "kv_blocksize",
         "mask_builder",
+        "per_head_tiles",
     ),
     "causal_conv1d": (
         "bias",
@@ -194,6 +195,8 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
     ),
     "quantized_matmul": (
         "zeros",
+        "group_sizes",
+        "group_offset",
         "transpose",
         "mode",
         "bits",

@@ -151,6 +151,7 @@ HELPERS = (
     "moe_load_balancing_loss",
     "moe_z_loss",
     "reduce_scatter_matmul",
+    "sequence_parallel",
     "zigzag_shard",
     "zigzag_unshard",
 )

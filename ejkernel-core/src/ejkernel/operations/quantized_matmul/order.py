@@ -17,6 +17,8 @@ def _quantized_on_triton(call: QuantizedMatmulCall, phase: Phase, target: Target
     4096 rows    forward 646, XLA 896     backward 628, XLA 889
     and of other formats quantized_formats_triton_h100.json, where nf4 gains least: 16 rows 50.0, XLA 130.
     """
+    if call.group_sizes is not None:
+        return Priority(UNMEASURED, "groups of rows were not timed")
     if call.x.dtype != "bfloat16":
         return Priority(UNMEASURED, f"{call.x.dtype} was not timed")
     return Priority(TRITON)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -109,8 +110,9 @@ def test_field_is_consumed(toggled: tuple[str, str], platform_name: str, conform
     toggle = toggles_of(operation)[field]
     base = case_named(operation, toggle.case)
 
-    def arrays(rng: np.random.Generator) -> dict[str, Any]:
-        return {name: value for name, value in base.arrays(rng).items() if name != toggle.drop}
+    def arrays(rng: np.random.Generator) -> Mapping[str, Any]:
+        left = {name: value for name, value in base.arrays(rng).items() if name != toggle.drop}
+        return left if toggle.change is None else toggle.change(left)
 
     changed = dataclasses.replace(base, arrays=arrays, options={**base.options, **toggle.options})
     dtypes = DTYPES if toggle.dtype is None else (toggle.dtype,)
