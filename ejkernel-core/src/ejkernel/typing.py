@@ -184,6 +184,7 @@ LatentAttended = Float[Array, "batch queries heads value_size"]
 IndexQueries = Float[ArrayLike, "batch queries index_heads index_size"]
 IndexKeys = Float[ArrayLike, "batch keys index_size"]
 IndexWeights = Float[ArrayLike, "batch queries index_heads"]
+IndexKeyScales = Float[ArrayLike, "batch keys"]
 
 # Attention over caches, for serving
 

@@ -424,6 +424,23 @@ REFUSED: dict[str, list[Any]] = {
         ((X, X[None] > 0), {}, ValueError, r"where: got shape \(1, 2, 3, 8\), expected a shape that broadcasts"),
         ((X,), {"scale": float("inf")}, ValueError, "scale: got inf, expected a finite number"),
     ],
+    "lightning_indexer": [
+        ((Q, X, X[:, :, :4]), {"k": 1}, ValueError, r"weights: got shape \(2, 3, 4\), expected \(2, 5, 4\) = \[B,T,H\]"),
+        ((Q, X[:1], Q[..., 0]), {"k": 1}, ValueError, r"key: got shape \(1, 3, 8\), expected \(2, 3, 8\) = \[B,S,D\]"),
+        (
+            (Q, X.astype(np.float16), Q[..., 0]),
+            {"k": 1},
+            TypeError,
+            "key: got dtype float16, expected the query's dtype float32",
+        ),
+        ((Q, X, Q[..., 0]), {"k": 4}, ValueError, "k: got 4, expected at most 3 = S, the tokens of key"),
+        ((Q, X, Q[..., 0]), {"k": -1}, ValueError, "k: got -1, expected at least 0"),
+        ((Q, X, Q[..., 0]), {"k": 1, "causal": 1}, TypeError, "causal: got 1, expected True or False"),
+        ((Q, X, Q[..., 0], None, X), {"k": 1}, ValueError, r"key_scale: got shape \(2, 3, 8\) with 3 axes, expected 2 axes"),
+        ((Q, X, Q[..., 0], SLOTS[0, 0, 0]), {"k": 1}, ValueError, "kv_lens: got shape"),
+        ((Q[..., :0], X[..., :0], Q[..., 0]), {"k": 1}, ValueError, r"query: got shape .*, expected at least one channel"),
+        ((Q.astype(np.int8), X, Q[..., 0]), {"k": 1}, TypeError, "query: got dtype int8"),
+    ],
     "sparse_latent_attention": [
         (
             (Q, X[:, :, :4], SLOTS[:, :, 0]),

@@ -104,6 +104,7 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "scale_offset",
         "offset",
     ),
+    "lightning_indexer": ("key_scale",),
     "linear_recurrence": (
         "g",
         "g_gamma",

@@ -123,6 +123,7 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "scale_offset",
         "offset",
     ),
+    "lightning_indexer": ("key_scale",),
     "linear_cross_entropy": (
         "head_bias",
         "weights",

@@ -22,6 +22,7 @@ OPERATIONS: Mapping[str, str] = {
         "kl_divergence",
         "latent_paged_attention",
         "layer_norm",
+        "lightning_indexer",
         "linear_cross_entropy",
         "linear_recurrence",
         "mean_pooling",
