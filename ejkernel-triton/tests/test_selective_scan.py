@@ -11,12 +11,13 @@ import pytest
 
 import ejkernel
 from ejkernel.call import ArraySpec
+from ejkernel.operations.common.case import Case
 from ejkernel.operations.common.tolerance import deviation
 from ejkernel.operations.selective_scan import reference
 from ejkernel.operations.selective_scan.cases import CASES, arrays
 from ejkernel.operations.selective_scan.interface import OPERATION, SelectiveScanOutputs
 from ejkernel.plugin import Target
-from ejkernel_triton._ahead_of_time import recorded, target_of
+from ejkernel_triton._ahead_of_time import TOLERATED, recorded, target_of
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.selective_scan import capability, config
 
@@ -28,17 +29,9 @@ H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
 
 
-def names_of(case):
-    """The names of a case's arrays; those of packed sequences and resets are not in the kernels' `accepts`."""
-    return set(case.arrays(np.random.default_rng(0)))
-
-
+TOKENS = ("x", "B", "C", "dt")
 NAMED = {case.name: case for case in CASES}
-SMALL = [
-    case.name
-    for case in CASES
-    if not case.tags & {"bench", "bench-cpu", "nan"} and not {"segments", "cu_seqlens"} & names_of(case)
-]
+SMALL = [case.name for case in CASES if not case.tags & {"bench", "bench-cpu", "nan"}]
 
 
 @pytest.fixture
@@ -47,21 +40,34 @@ def interpreted(monkeypatch):
 
 
 def bound_of(maker, dtype="float32"):
-    made = {name: jnp.asarray(value, dtype) for name, value in maker(np.random.default_rng(0)).items()}
+    made = {
+        name: jnp.asarray(value, dtype if value.dtype == np.float32 else None)
+        for name, value in maker(np.random.default_rng(0)).items()
+    }
     bound = OPERATION.canonicalise(**made)
     return bound.call, bound.inputs
 
 
 def wide(values):
-    return type(values)(*(None if value is None else np.asarray(value).astype(np.float64) for value in values))
+    """In float64, apart from what says where sequences end."""
+    arrays = (None if value is None else np.asarray(value) for value in values)
+    return type(values)(*(x.astype(np.float64) if x is not None and x.dtype.kind not in "bi" else x for x in arrays))
 
 
-def check(call, inputs, choice, limits=(2e-6, 1e-5)):
-    """Outputs and every gradient against the reference, in the norm."""
-    outputs, rng = kernel.forward(call, inputs, choice), np.random.default_rng(1)
-    cotangents = SelectiveScanOutputs(
+def cotangents_of(call):
+    rng = np.random.default_rng(1)
+    return SelectiveScanOutputs(
         *(jnp.asarray(rng.standard_normal(spec.shape), spec.dtype) for spec in OPERATION.output_specs(call))
     )
+
+
+def check(call, inputs, choice, limits=(2e-6, 1e-5), unused=None):
+    """Outputs and every gradient against the reference, in the norm; tokens that are `unused` hold NaN."""
+    cotangents = cotangents_of(call)
+    if unused is not None:
+        held = {name: getattr(inputs, name).at[:, unused].set(jnp.nan) for name in TOKENS}
+        inputs, cotangents = inputs._replace(**held), cotangents._replace(out=cotangents.out.at[:, unused].set(jnp.nan))
+    outputs = kernel.forward(call, inputs, choice)
     exact = reference.forward(call, wide(inputs))
     gradients = kernel.backward(call, inputs, outputs, cotangents, choice)
     wanted = reference.backward(call, wide(inputs), exact, wide(cotangents))
@@ -107,6 +113,59 @@ def test_a_decay_of_zero_forgets(interpreted):
     check(call, inputs._replace(dt=inputs.dt.at[0, 13].set(1e30), x=inputs.x.at[0, 13].set(0)), config.Config(8, 4, 4))
 
 
+BOUNDS = {
+    "chunks": (0, 4, 12, 20),
+    "segments": (0, 8, 16, 24),
+    "beside-segments": (0, 7, 9, 15, 17, 24),
+    "empty": (0, 0, 5, 5, 5, 16, 16, 24, 24),
+    "one-token": (0, 1, 2, 3, 11, 12, 13, 23, 24),
+    "one": (0, 24),
+    "tokens-before-and-after": (3, 9, 10, 18),
+    "segments-before-and-after": (8, 8, 16, 16),
+    "within-a-chunk": (13, 14, 15),
+}
+
+
+@pytest.mark.parametrize("choice", [config.Config(0, 4, 4), config.Config(8, 4, 2)], ids=["whole", "segments"])
+@pytest.mark.parametrize("name", BOUNDS)
+def test_bounds_of_documents(interpreted, name, choice):
+    bounds, tokens = BOUNDS[name], np.arange(24)
+    call, inputs = bound_of(arrays(1, 24, 3, 3, state=True, bounds=bounds))
+    check(call, inputs, choice, unused=(tokens < bounds[0]) | (tokens >= bounds[-1]))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_of_documents(interpreted, rows):
+    """As `jax.vmap` folds them, with the same documents in every row or each with its own."""
+    call, inputs = bound_of(arrays(2, 22, 4, 4))
+    bounds = jnp.asarray([[0, 5, 13, 21], [2, 2, 16, 22]][:rows], jnp.int32)
+    call = dataclasses.replace(call, cu_seqlens=ArraySpec.of(bounds))
+    state = jnp.asarray(np.random.default_rng(2).standard_normal(call.state_shape), jnp.float32)
+    call = dataclasses.replace(call, initial_state=ArraySpec.of(state))
+    check(call, inputs._replace(cu_seqlens=bounds, initial_state=state), config.Config(8, 4, 4))
+
+
+@pytest.mark.parametrize("marked", [{"bounds": (0, 6, 11, 19, 24)}, {"segments": ((0,) * 6 + (1,) * 5 + (2,) * 8 + (3,) * 5,)}])
+@pytest.mark.parametrize("choice", [config.Config(0, 4, 4), config.Config(8, 4, 4)], ids=["whole", "segments"])
+def test_nan_of_a_document_reaches_no_other(interpreted, choice, marked):
+    """Nor does its gradient, but for those of A and D, which documents share."""
+    call, inputs = bound_of(arrays(1, 24, 4, 3, **marked))
+    own = np.isin(np.arange(24), np.arange(11, 19))
+    cotangents = cotangents_of(call)
+
+    def run(inputs, cotangents):
+        outputs = kernel.forward(call, inputs, choice)
+        gradients = kernel.backward(call, inputs, outputs, cotangents, choice)
+        return {"out": outputs.out, **{name: getattr(gradients, name) for name in TOKENS}}
+
+    held = {name: getattr(inputs, name).at[:, 13].set(jnp.nan) for name in TOKENS}
+    found = run(inputs._replace(**held), cotangents._replace(out=cotangents.out.at[:, 17].set(jnp.nan)))
+    wanted = run(inputs, cotangents)
+    for name, value in found.items():
+        assert np.isnan(value[:, own]).any(), name
+        np.testing.assert_array_equal(value[:, ~own], wanted[name][:, ~own], err_msg=name)
+
+
 def test_configs_say_what_is_wrong():
     with pytest.raises(ValueError, match="chunk_size: got 3"):
         config.Config(0, 3, 4)
@@ -123,14 +182,18 @@ def test_segments_fill_the_device():
     assert config.forward_space(step, H200)[0] == config.Config(0, 1, 16)
 
 
-def test_compiles_within_the_limits(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("bounds", "stack"), [(None, 0), ((0, 100, 101, 512), 160)], ids=["rows", "packed"])
+def test_compiles_within_the_limits(monkeypatch, tmp_path, bounds, stack):
+    """Only with packed sequences the gradients' kernel leaves registers, and no innermost loop of it does."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    launched = [launch for _, launch in recorded("selective_scan", NAMED["bench-b1-t512-i512-n16"], "bfloat16", target_of(90))]
+    case = Case("compiled", arrays(1, 512, 512, 16, bounds=bounds))
+    launched = [launch for _, launch in recorded("selective_scan", case, "bfloat16", target_of(90))]
     names = [launch.kernel.fn.__name__ for launch in launched]
     assert names == ["segment_kernel", "scan_kernel", "segment_kernel", "gradient_kernel"]
-    assert max(testing.stack_bytes(launch.compile(90)) for launch in launched) <= testing.tolerated_stack(
-        elsewhere=160
-    )  # 3.9's
+    tolerated = testing.tolerated_stack(elsewhere=160)  # 3.9's
+    found = [testing.resources(launch.compile(90)) for launch in launched]
+    assert max(each.stack for each in found) <= tolerated + stack
+    assert max(each.spilling for each in found) <= TOLERATED
 
 
 @needs_jax_triton
@@ -152,6 +215,8 @@ def test_supports():
     if version_problem() is None:
         assert capability.supports_backward(call, H200) is None
     assert "the target is cpu" in str(capability.supports_forward(call, Target("cpu")))
+    many = dataclasses.replace(call, cu_seqlens=ArraySpec((1, 2**27 + 1), "int32"))
+    assert "134217728 packed sequences are more than" in str(capability.supports_forward(many, H200))
     wider = dataclasses.replace(call, A=ArraySpec((1, 4, 257), "float32"))
     assert "A's width 257 is not in 1 ... 256" in str(capability.supports_forward(wider, H200))
     double = dataclasses.replace(call, dt=ArraySpec(call.dt.shape, "float64"))

@@ -34,7 +34,8 @@ from ejkernel.plugin import current_target
 
 
 class Shape(NamedTuple):
-    """width: of the state of a channel; 0 for `rwkv4`. heads: of `linear_recurrence`, with channels of value; else 0."""
+    """width: of the state of a channel; 0 for `rwkv4`. heads: of `linear_recurrence`, with channels of value; else 0. documents:
+    of `selective_scan`, packed in one row; 0 for whole rows."""
 
     batch: int
     length: int
@@ -44,6 +45,7 @@ class Shape(NamedTuple):
     dtype: str = "bfloat16"
     heads: int = 0
     bonus: bool = False
+    documents: int = 0
 
     @property
     def operation(self) -> str:
@@ -57,6 +59,8 @@ PROBLEMS = {
     "mamba-b1-t32768-i1536-n16": Shape(1, 32768, 1536, 16),
     "mamba-b2-t2048-i2048-n64": Shape(2, 2048, 2048, 64),
     "mamba-float32-b1-t2048-i2048-n16": Shape(1, 2048, 2048, 16, dtype="float32"),
+    "mamba-b1-t8192-i4096-n16-8-documents": Shape(1, 8192, 4096, 16, documents=8),
+    "mamba-b1-t8192-i4096-n16-80-documents": Shape(1, 8192, 4096, 16, documents=80),
     "rwkv4-b8-t4096-c2048": Shape(8, 4096, 2048),
     "rwkv4-b1-t8192-c4096": Shape(1, 8192, 4096),
     "rwkv6-b2-t4096-h32-d64": Shape(2, 4096, 64, 64, heads=32, bonus=True),
@@ -117,7 +121,11 @@ class Problem:
         other = object.__new__(Problem)
         other.call = dataclasses.replace(self.call, **specs)
         found = other.function(phase, xla, space.heuristic(other.call, current_target()))
-        wide = jax.jit(lambda *values: found(*jax.tree.map(lambda x: x.astype(jnp.float32), values)))
+
+        def widened(array: Any) -> Any:
+            return array.astype(jnp.float32) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
+        wide = jax.jit(lambda *values: found(*jax.tree.map(widened, values)))
         return wide.lower(*self.values).compile()
 
 
@@ -138,6 +146,10 @@ def _mamba(shape: Shape) -> dict[str, Any]:
     }
     if state:
         made["initial_state"] = normal(batch, channels, width)
+    if shape.documents:
+        made["initial_state"] = normal(shape.documents, channels, width)
+        inner = jnp.sort(jax.random.randint(next(keys), (shape.documents - 1,), 1, length))
+        made["cu_seqlens"] = jnp.concatenate([jnp.zeros(1, jnp.int32), inner, jnp.full(1, length, jnp.int32)])
     return made
 
 
@@ -163,13 +175,18 @@ def _linear(shape: Shape) -> dict[str, Any]:
 
 def time_jla(report: Report, problem: Problem) -> None:
     """jax-linear-attention has Mamba-1; its kernels take one dtype and float32 matrices."""
-    from jla.ops.mosaic_gpu.mamba1 import mamba1
+    from jla.ops import linear_attention
 
     x = problem.inputs
     arrays = x.C, x.B, x.x, x.dt, x.A[0], x.D[0]
+    options: dict[str, Any] = {}
+    if x.cu_seqlens is not None:
+        tokens = jnp.arange(x.x.shape[1], dtype=jnp.int32)
+        options["segment_ids"] = jnp.searchsorted(x.cu_seqlens[0], tokens, side="right").astype(jnp.int32)[None]
 
     def forward(C: Any, B: Any, u: Any, dt: Any, A: Any, D: Any) -> Any:
-        return mamba1(C, B, u, dt, A, d=D, scale=1.0)[0]
+        found = linear_attention("mamba1", C, B, u, dt=dt, a=A, d=D, scale=1.0, **options)
+        return found[0] if isinstance(found, tuple) else found
 
     def both(*arrays: Any) -> Any:
         out, pull = jax.vjp(forward, *arrays)

@@ -189,6 +189,8 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
     "selective_scan": (
         "D",
         "initial_state",
+        "resets",
+        "cu_seqlens",
     ),
     "softmax": (
         "where",

@@ -3,6 +3,8 @@
 Time is cut into segments that run beside each other. A first pass finds what each segment does to the state before it; then every
 program forms its own first state from those of the segments before, and, backward, its last gradient from those after. The
 decay over a segment is `exp(A sum dt)`, so it is kept as one number per channel.
+
+Where sequences end inside of rows, chunks with a boundary take another branch, and a segment looks no further than one.
 """
 
 from __future__ import annotations
@@ -12,9 +14,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.call import vary_like
-from ejkernel.operations.selective_scan.interface import SelectiveScanCall, SelectiveScanInputs, SelectiveScanOutputs
+from ejkernel.operations.selective_scan.interface import (
+    OPERATION,
+    SelectiveScanCall,
+    SelectiveScanInputs,
+    SelectiveScanOutputs,
+)
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.selective_scan.config import Config
+from ejkernel_triton.selective_scan.edges import Edges, edges_of
 from ejkernel_triton.selective_scan.gradients import gradient_kernel
 from ejkernel_triton.selective_scan.params import params_of
 from ejkernel_triton.selective_scan.scan import scan_kernel, segment_kernel
@@ -38,6 +46,7 @@ class _Problem:
         self.params = params_of(call, config)
         self.segments = -(-self.length // self.params.segment_size)
         self.blocks = -(-self.channels // config.block_i)
+        self.edges = edges_of(call, inputs, self.params) if self.params.cut else Edges(None, None, None)
         self.dtype = jnp.bfloat16 if call.x.dtype == "bfloat16" else jnp.float32
         """Of what is kept for another kernel and is summed there."""
         self.launch: dict[str, Any] = {
@@ -54,14 +63,21 @@ class _Problem:
         """Arrays that are absent are replaced by one that is there."""
         return tuple(self.inputs.x if array is None else array for array in arrays)
 
-    def segment_pass(self, d_out: Any = None) -> list[Any]:
+    def of_all(self, states: Any, otherwise: Any) -> Any:
+        """States like initial_state, with `otherwise`, None = 0, for packed sequences without tokens."""
+        if self.edges.empty is None:
+            return states
+        other = jnp.zeros_like(states) if otherwise is None else otherwise.astype(states.dtype)
+        return jnp.where(self.edges.empty[:, :, None, None], other, states)
+
+    def segment_pass(self, d_out: Any = None, d_final: Any = None) -> list[Any]:
         """See `segment_kernel`."""
-        x, A, B, C, _, dt = self.inputs[:6]
+        x, A, B, C, _, dt, initial = self.inputs[:7]
         parts, chunks = (self.batch, self.segments), (self.batch, -(-self.length // self.params.chunk_size))
         backward = d_out is not None
         return call_kernel(
             segment_kernel,
-            (x, A, B, C, dt, *self.or_x(d_out), self.length, self.segments),
+            (x, A, B, C, dt, *self.or_x(d_out, initial, d_final, self.edges.marks), self.length, self.segments),
             (
                 ((*parts, *self.state), jnp.float32),
                 ((*parts, self.channels), jnp.float32),
@@ -69,32 +85,40 @@ class _Problem:
                 ((*chunks, self.blocks * self.params.kept) if backward else (1,), self.dtype),
                 ((*chunks, self.channels) if backward else (1,), jnp.float32),
             ),
+            INITIAL=initial is not None,
             BACKWARD=backward,
             **self.launch,
         )
 
 
 def forward(call: SelectiveScanCall, inputs: SelectiveScanInputs, config: Config) -> SelectiveScanOutputs:
-    problem = _Problem(call, inputs, config) if call.x.size else None
-    if problem is None:
+    if _is_empty(call):
         return SelectiveScanOutputs(vary_like(jnp.zeros(call.x.shape, call.x.dtype), inputs), _initial(call, inputs))
+    problem = _Problem(call, inputs, config)
     ends, totals = problem.segment_pass()[:2] if problem.segments > 1 else problem.or_x(None, None)
     x, A, B, C, D, dt, initial = problem.inputs[:7]
     out, final = call_kernel(
         scan_kernel,
-        (x, A, B, C, *problem.or_x(D), dt, *problem.or_x(initial), ends, totals, problem.length, problem.segments),
-        ((x.shape, x.dtype), ((problem.batch, *problem.state), jnp.float32)),
+        (
+            *(x, A, B, C, *problem.or_x(D), dt, *problem.or_x(initial), ends, totals),
+            *(*problem.or_x(problem.edges.marks, problem.edges.reach), problem.length, problem.segments),
+        ),
+        ((x.shape, x.dtype), (call.state_shape, jnp.float32)),
         INITIAL=initial is not None,
         **problem.launch,
     )
-    return SelectiveScanOutputs(out, final)
+    return SelectiveScanOutputs(out, problem.of_all(final, initial))
+
+
+def _is_empty(call: SelectiveScanCall) -> bool:
+    """Whether no token or no sequence takes part."""
+    return not call.x.size or 0 in call.state_shape
 
 
 def _initial(call: SelectiveScanCall, inputs: SelectiveScanInputs) -> Any:
     if inputs.initial_state is not None:
         return inputs.initial_state.astype(jnp.float32)
-    batch, _, channels = call.x.shape
-    return vary_like(jnp.zeros((batch, channels, call.A.shape[2]), jnp.float32), inputs)
+    return vary_like(jnp.zeros(call.state_shape, jnp.float32), inputs)
 
 
 def backward(
@@ -105,13 +129,13 @@ def backward(
     config: Config,
 ) -> SelectiveScanInputs:
     d_final = cotangents.final_state
-    if not call.x.size:
-        zeros = {name: _zeros_like(getattr(inputs, name), inputs) for name in SelectiveScanInputs._fields}
+    if _is_empty(call):
+        zeros = {name: _zeros_like(getattr(inputs, name), inputs) for name in OPERATION.differentiable}
         if inputs.initial_state is not None:
             zeros["initial_state"] = d_final.astype(inputs.initial_state.dtype)
         return SelectiveScanInputs(**zeros)
     problem = _Problem(call, inputs, config)
-    ends, totals, heads, states, sums = problem.segment_pass(cotangents.out)
+    ends, totals, heads, states, sums = problem.segment_pass(cotangents.out, d_final)
     x, A, B, C, D, dt, initial = problem.inputs[:7]
     batch, length, blocks = problem.batch, problem.length, problem.blocks
     part = (blocks, batch, length, problem.width), problem.dtype
@@ -119,7 +143,8 @@ def backward(
         gradient_kernel,
         (
             *(x, A, B, C, *problem.or_x(D), dt, *problem.or_x(initial), cotangents.out, d_final),
-            *(ends, totals, heads, states, sums, length, problem.segments),
+            *(ends, totals, heads, states, sums, *problem.or_x(problem.edges.marks, problem.edges.reach)),
+            *(length, problem.segments),
         ),
         (
             (x.shape, x.dtype),
@@ -128,7 +153,7 @@ def backward(
             part,
             ((batch, problem.segments, problem.channels) if D is not None else (1,), jnp.float32),
             (dt.shape, dt.dtype),
-            ((batch, *problem.state), jnp.float32),
+            (call.state_shape, jnp.float32),
         ),
         INITIAL=initial is not None,
         **problem.launch,
@@ -140,7 +165,7 @@ def backward(
         C=jnp.sum(d_C, axis=0, dtype=jnp.float32).astype(inputs.C.dtype),
         D=None if D is None else _shared(d_D, D),
         dt=d_dt,
-        initial_state=None if initial is None else d_initial.astype(initial.dtype),
+        initial_state=None if initial is None else problem.of_all(d_initial, d_final).astype(initial.dtype),
     )
 
 

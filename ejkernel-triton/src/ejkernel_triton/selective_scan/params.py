@@ -19,6 +19,8 @@ class Params:
         whole: whether segments and chunks have no tails.
         rates_per_member, skip_per_member: whether every member of the batch has its own.
         skip: whether there is D.
+        cut: whether sequences may end inside of rows; see `edges`.
+        packed: whether states are of packed sequences.
     """
 
     channels: int
@@ -31,6 +33,8 @@ class Params:
     rates_per_member: bool
     skip_per_member: bool
     skip: bool
+    cut: bool
+    packed: bool
 
     @property
     def kept(self) -> int:
@@ -52,4 +56,6 @@ def params_of(call: SelectiveScanCall, config: Config) -> Params:
         rates_per_member=call.A.shape[0] > 1,
         skip_per_member=call.D is not None and call.D.shape[0] > 1,
         skip=call.D is not None,
+        cut=call.resets is not None or call.cu_seqlens is not None,
+        packed=call.cu_seqlens is not None,
     )

@@ -10,8 +10,14 @@ leaves a state as it is. Decays are powers of two.
 import triton
 import triton.language as tl
 
+from ejkernel_triton.selective_scan import edges
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+RESET, FIRST = tl.constexpr(edges.RESET), tl.constexpr(edges.FIRST)
+LAST, OUTSIDE = tl.constexpr(edges.LAST), tl.constexpr(edges.OUTSIDE)
+BITS = tl.constexpr(edges.BITS)
+EDGES, REACHED = tl.constexpr(edges.EDGES), tl.constexpr(edges.REACHED)
 
 
 @triton.jit
@@ -73,3 +79,26 @@ def channels_of(p, i_index, i_block, P: tl.constexpr):
 def store_channels(p, b_row, i_index, i_block, P: tl.constexpr):
     o_i = i_block * P.block_i + tl.arange(0, P.block_i)
     tl.store(p + i_index.to(tl.int64) * P.channels + o_i, b_row, mask=o_i < P.channels)
+
+
+@triton.jit
+def marks_of(p_marks, i_chunk, P: tl.constexpr):
+    """Of a chunk: whether it has edges, whether the state before its segment reaches it, and where the marks of its tokens are."""
+    p_chunk = p_marks + i_chunk.to(tl.int64) * (P.chunk_size + 1)
+    i_mark = tl.load(p_chunk)
+    return (i_mark & EDGES) != 0, (i_mark & REACHED) != 0, p_chunk + 1
+
+
+@triton.jit
+def inside(b_row, i_mark):
+    """0 for a token outside of every sequence."""
+    return tl.where((i_mark & OUTSIDE) != 0, 0.0, b_row)
+
+
+@triton.jit
+def state_at(b_state, i_mark, p_initial, i_block, INITIAL: tl.constexpr, P: tl.constexpr):
+    """The state before a token: another one where it begins a sequence."""
+    b_state = tl.where((i_mark & RESET) != 0, 0.0, b_state)
+    if P.packed and INITIAL and (i_mark & FIRST) != 0:
+        b_state = load_state(p_initial, i_mark >> BITS, i_block, P)
+    return b_state
