@@ -66,7 +66,17 @@ REFERENCES = {
     "recurrences": Reference(
         "Recurrences",
         "Linear attention, delta rules, RWKV, Mamba, xLSTM, short convolutions.",
-        homes=("recurrences", "constant_decays", "deltas", "delta_products", "xlstm", "convolutions", "states", "mamba"),
+        homes=(
+            "recurrences",
+            "constant_decays",
+            "deltas",
+            "delta_products",
+            "xlstm",
+            "convolutions",
+            "states",
+            "mamba",
+            "sequence_parallel",
+        ),
     ),
     "rows": Reference(
         "Norms, softmax, rotary embedding, pooling",

@@ -104,9 +104,11 @@ def training() -> str:
         ours, plain = builds["ejkernel"], builds["plain"]
         rates, memory = ([build[name] for build in (ours, plain)] for name in ("tokens_per_second", "program_bytes"))
         config = record["config"]
+        split = f", {config['mesh']}" if config.get("mesh") else ""
+        name = f"{config['model']} {config['size']}{', float8' if config.get('float8') else ''}{split}"
         cells = [
-            f"{config['model']} {config['size']}, {config['batch']} x {config['length']}",
-            record["device"],
+            f"{name}, {config['batch']} x {config['length']}",
+            (f"{record['devices']} x " if record["devices"] > 1 else "") + record["device"],
             *(f"{rate:,.0f}" for rate in rates),
             f"{rates[0] / rates[1]:.2f}",
             *(f"{size / 2**30:.1f} GiB" for size in memory),

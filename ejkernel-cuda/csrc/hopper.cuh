@@ -119,6 +119,17 @@ EJKERNEL_INLINE void tma_load_pages(void* to, const PageTensorMap& map, Mbarrier
       : "memory");
 }
 
+// The same from `column` on, an element of the row; zeros outside of the array, and L2 keeps what is read again.
+EJKERNEL_INLINE void tma_load_pages(void* to, const PageTensorMap& map, Mbarrier* barrier, int column, int second, int third,
+                                    int fourth, int fifth) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::
+          "r"(shared_address(to)),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(shared_address(barrier)), "r"(column), "r"(second), "r"(third), "r"(fourth),
+      "r"(fifth)
+      : "memory");
+}
+
 // TMA store of a box from shared memory; elements outside of the array are dropped.
 EJKERNEL_INLINE void tma_store(const TensorMap& map, const void* from, int column, int row, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %4, %3, %5}], [%1];" ::"l"(

@@ -22,8 +22,10 @@ from host_kernels import (
     Guarded,
     Heads,
     Normalised,
+    Pages,
     PageWrite,
     Parameter,
+    Prefill,
     Problem,
     Requests,
     Results,
@@ -256,6 +258,31 @@ def _attend_pages(
     )
 
 
+def _pages(pages: Guarded, strides: Any, first: int, size: int) -> Pages:
+    return Pages(pages.array.ctypes.data + 2 * int(first), *map(int, strides), size)
+
+
+def _prefill(
+    given, results, *, key_strides, value_strides, first_value, key_heads, key_size, value_size, pages, page_size, fused, causal,
+    window, scale, cap, pack,
+):  # fmt: skip
+    query, key_pages, value_pages, starts, lengths, tables, sinks = (Guarded(array) for array in given)
+    out, lse = results
+    batch, tokens, heads, size = query.array.shape
+    requests = Requests(
+        starts.pointer, lengths.pointer, tables.pointer, *(len(x.array) == 1 for x in (starts, lengths, tables)), tokens,
+        lengths.array.shape[1], tables.array.shape[2], pages, page_size,
+    )  # fmt: skip
+    call = Prefill(
+        requests, _pages(key_pages, key_strides, 0, int(key_size)),
+        _pages(key_pages if fused else value_pages, value_strides, first_value, int(value_size)), query.pointer, out.pointer,
+        *(x.pointer if x.array.size else None for x in (lse, sinks)), _batch_stride(sinks), batch, heads, key_heads, size,
+        out.array.shape[3], window, pack, scale, cap, bool(causal), batch > 1 and key_strides[3] > 0,
+    )  # fmt: skip
+    kind = host_attention.KINDS[query.array.dtype.name]
+    library("paged_prefill_on_host.cc").paged_prefill_forward(kind, ctypes.byref(call))
+
+
 def _attend(given, results, *, below, above, scale, cap, pack, ping_pong, persistent):
     out, lse = host_attention.forward(
         *given, host_attention.Band(int(below), int(above)), scale=float(scale), cap=float(cap),
@@ -269,6 +296,7 @@ def _attend(given, results, *, below, above, scale, cap, pack, ping_pong, persis
 _ANSWERS = {
     "flash_attention_forward": _attend,
     "paged_attention_forward": _attend_pages,
+    "paged_prefill_forward": _prefill,
     "rope_rotate": _rotate,
     "rope_angle_gradients": _angle_gradients,
     "qk_norm_rope_forward": _norm_rotate,

@@ -207,5 +207,23 @@ class Problem(ctypes.Structure):
     )
 
 
+class Pages(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("page", "token", "head", "batch", "size")))
+
+
+class Prefill(ctypes.Structure):
+    """`Call` of csrc/paged_prefill/launch.cuh."""
+
+    _fields_ = (
+        ("requests", Requests),
+        *((name, Pages) for name in ("key", "value")),
+        *((name, ctypes.c_void_p) for name in ("query", "out", "lse", "sinks")),
+        *((name, ctypes.c_int64) for name in ("sinks_stride", "batch", "heads", "key_heads", "size", "value_size")),
+        *((name, ctypes.c_int64) for name in ("window", "pack")),
+        *((name, ctypes.c_float) for name in ("scale", "cap")),
+        *((name, ctypes.c_bool) for name in ("causal", "own_pages")),
+    )
+
+
 class Results(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("out", "lse", "partial", "partial_stats", "splits"))

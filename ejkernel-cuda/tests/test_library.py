@@ -76,8 +76,8 @@ def test_plugin_record():
         "block_sparse_attention",
     ]
     assert len({(i.operation, i.phase) for i in plugin.implementations}) == 18
-    assert plugin.custom_calls[:16] == tuple(f"ejkernel_cuda_{name}" for name in _plugin.HANDLERS)
-    assert plugin.custom_calls[16:] == (_call.FORWARD, _call.BACKWARD)
+    assert plugin.custom_calls[:17] == tuple(f"ejkernel_cuda_{name}" for name in _plugin.HANDLERS)
+    assert plugin.custom_calls[17:] == (_call.FORWARD, _call.BACKWARD)
 
 
 @needs_library

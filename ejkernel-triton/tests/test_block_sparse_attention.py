@@ -125,11 +125,39 @@ def test_masks_of_one_form_become_lists_of_the_tiles_that_they_leave():
     _, _, lists = problem.dense_problem(call, inputs)
     table, block = lists(32, 32, False)
     assert block == 32
-    np.testing.assert_array_equal(table[0, :, :4], [[0, 0, 0, 32], [0, 0, 0, 64], [0, 0, 0, 64]])
-    assert [sorted(row[4 : 4 + row[3] // 32].tolist()) for row in np.asarray(table[0])] == [[0], [0, 1], [1, 2]]
+    np.testing.assert_array_equal(table[0, 0, :, :4], [[0, 0, 0, 32], [0, 0, 0, 64], [0, 0, 0, 64]])
+    assert [sorted(row[4 : 4 + row[3] // 32].tolist()) for row in np.asarray(table[0, 0])] == [[0], [0, 1], [1, 2]]
     table, _ = lists(32, 16, True)
-    assert table.shape == (1, 6, 4 + 3)
-    np.testing.assert_array_equal(table[0, :, 3], [64, 64, 64, 64, 32, 32])
+    assert table.shape == (1, 1, 6, 4 + 3)
+    np.testing.assert_array_equal(table[0, 0, :, 3], [64, 64, 64, 64, 32, 32])
+
+
+def test_masks_of_heads_become_lists_of_each_head():
+    """Head 0 sees its own tile alone, head 1 nothing, the others all: each skips what it does not see."""
+    arrays = listed_arrays(96, 96)
+    del arrays["key_tiles"]
+    tiles = np.stack([np.eye(3, dtype=bool), np.zeros((3, 3), bool), np.ones((3, 3), bool), np.ones((3, 3), bool)])
+    mask = np.kron(tiles, np.ones((32, 32), bool))[None]
+    call, inputs, _ = bind({**arrays, "mask": mask})
+    _, _, lists = problem.dense_problem(call, inputs)
+    for by_key in (False, True):
+        table, _ = lists(32, 32, by_key)
+        np.testing.assert_array_equal(table[0, :, :, 3], np.array([[32], [0], [96], [96]]) * np.ones((1, 3), int))
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["unknown", "full"])
+@pytest.mark.parametrize("blocks", [(16, 16), (32, 16)])
+def test_lists_of_heads_are_walked(interpreted, blocks, full):
+    """Query heads that share keys have other lists; one sees nothing; members have their own, which `full_tiles` may promise."""
+    some = np.random.default_rng(3).random((2, 4, 3, 3)) < 0.5
+    some[:, 1], some[0, 2] = False, True
+    order = np.argsort(~some, axis=-1, kind="stable")
+    tiles = np.where(np.take_along_axis(some, order, -1), order, -1).astype(np.int32)
+    arrays = listed_arrays(key_tiles=tiles, **({"full_tiles": tiles >= 0} if full else {}))
+    call, inputs, cotangents = bind(arrays, **BLOCKS)
+    assert call.per_head_tiles and problem.walks_lists(call) and problem.dense_call_of(call).mask is None
+    got, _ = check(call, inputs, cotangents, ForwardConfig(*blocks, 1, 1), BackwardConfig(*blocks, 1, 1, *blocks, 1, 1))
+    assert not np.asarray(got.out)[:, :, 1].any()
 
 
 def test_rules_and_uneven_blocks_become_masks():

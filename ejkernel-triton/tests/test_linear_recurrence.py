@@ -95,6 +95,35 @@ def test_several_segments(interpreted, name):
     check(*bound_of(NAMED[name].arrays, NAMED[name].options), SEVERAL_SEGMENTS, limits)
 
 
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize(
+    ("decays", "options"),
+    [
+        ("", {"value_heads": 4}),
+        ("g gamma", {"query_heads": 4}),
+        ("gk", {"value_heads": 6}),
+        ("g gk", {}),
+        ("gk", {"bonus": True}),
+        ("gk", {"bonus": True, "value_heads": 4}),
+        ("g", {"value_heads": 6, "transposed": True}),
+    ],
+)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_few_tokens_go_one_after_the_other(interpreted, decays, options, length, reverse):
+    """With heads of value wider than what the chunked form holds, too."""
+    channels = kernel.WIDEST_VALUE + 20 if decays == "" else 18
+    maker = arrays(2, length, 2, 20, channels, decays=decays, state=True, **options)
+    transposed = options.get("transposed", False)
+    call, inputs = bound_of(maker, {"reverse": reverse, "return_state": True, "transposed_state": transposed})
+    for given in (inputs, inputs._replace(initial_state=None)):
+        specs = call if given.initial_state is not None else dataclasses.replace(call, initial_state=None)
+        choice = config.forward_heuristic(specs, H200)
+        assert choice.chunk_size == 0
+        found = kernel.forward(specs, given, choice)
+        for value, like in zip(found, reference.forward(specs, widened(given)), strict=True):
+            assert deviation(value, like).norm < 2e-6
+
+
 @pytest.mark.parametrize(
     ("decays", "heads", "bounds", "reverse"),
     [

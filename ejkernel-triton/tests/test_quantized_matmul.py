@@ -11,7 +11,7 @@ import pytest
 
 from ejkernel.operations.common.tolerance import deviation
 from ejkernel.operations.quantized_matmul import reference
-from ejkernel.operations.quantized_matmul.cases import CASES, packed
+from ejkernel.operations.quantized_matmul.cases import CASES, grouped_arrays, packed
 from ejkernel.operations.quantized_matmul.interface import OPERATION, QuantizedMatmulInputs, QuantizedMatmulOutputs
 from ejkernel.plugin import Target
 from ejkernel.quantization.codes import NF4
@@ -23,6 +23,7 @@ from ejkernel_triton.quantized_matmul.config import FORWARD, Config
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
+from ejkernel_triton.grouped_matmul import kernel as grouped_kernel
 from ejkernel_triton.quantized_matmul import kernel, tiles
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
@@ -42,6 +43,7 @@ FORMATS = [
 def interpreted(monkeypatch):
     monkeypatch.setenv("EJKERNEL_TRITON_INTERPRET", "1")
     monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
+    monkeypatch.setattr(grouped_kernel, "call_kernel", testing.interpreted_call)
 
 
 def bound_of(arrays, options, dtype="float32"):
@@ -62,7 +64,7 @@ def drawn(rows, inner, columns, mode, bits, group, *, transpose=False, dtype="fl
 def wide(values):
     return type(values)(
         *(
-            value if value is None or value.dtype in (jnp.uint32, jnp.uint8) else np.asarray(value).astype(np.float64)
+            value if value is None or np.issubdtype(value.dtype, np.integer) else np.asarray(value).astype(np.float64)
             for value in values
         )
     )
@@ -98,11 +100,16 @@ def test_weights_of_every_member(mapped, choice):
     """What `jax.vmap` makes: members share an array or have their own."""
     call, inputs = drawn(3, 40, 32, "affine", 4, 16)
     several = {
-        name: jnp.concatenate([array, array[:, ::-1]]) if name in mapped else array for name, array in inputs._asdict().items()
+        name: jnp.concatenate([array, array[:, ::-1]]) if name in mapped else array
+        for name, array in inputs._asdict().items()
+        if array is not None
     }
     specs = {name: dataclasses.replace(getattr(call, name), shape=array.shape) for name, array in several.items()}
     call, inputs = dataclasses.replace(call, **specs), QuantizedMatmulInputs(**several)
-    each = [QuantizedMatmulInputs(*(array[member % array.shape[0]][None] for array in inputs)) for member in range(2)]
+    each = [
+        QuantizedMatmulInputs(**{name: array[member % array.shape[0]][None] for name, array in several.items()})
+        for member in range(2)
+    ]
     outputs = kernel.forward(call, inputs, choice)
     exact = [reference.forward(call, wide(own)) for own in each]
     assert deviation(outputs.out, np.concatenate([own.out for own in exact])).norm < 2e-6
@@ -116,6 +123,63 @@ def test_weights_of_every_member(mapped, choice):
         parts = np.concatenate([getattr(own, name) for own in wanted])
         like = parts if name in mapped else parts.sum(axis=0, keepdims=True)
         assert deviation(getattr(found, name), like).norm < 1e-5, name
+
+
+def test_groups_of_every_member():
+    """What `jax.vmap` makes of rows in groups: members have sizes of their own, and share the codes or have their own."""
+    (case,) = (case for case in CASES if case.name == "grouped-shard")
+    one, inputs = bound_of(case.arrays(np.random.default_rng(0)), case.options)
+    arrays = {
+        **inputs._asdict(),
+        "x": jnp.concatenate([jnp.nan_to_num(inputs.x), jnp.nan_to_num(inputs.x)[:, ::-1]]),
+        "scales": jnp.concatenate([inputs.scales, 2 * inputs.scales]),
+        "group_sizes": jnp.asarray([[5, 6, 7, 8, 9], [0, 35, 0, 0, 0]], jnp.int32),
+        "group_offset": jnp.asarray([3, 0], jnp.int32),
+    }
+    specs = {name: dataclasses.replace(getattr(one, name), shape=array.shape) for name, array in arrays.items()}
+    call, inputs = dataclasses.replace(one, **specs), QuantizedMatmulInputs(**arrays)
+    for choice in (TILES["one"], TILES["sections"]):
+        outputs = kernel.forward(call, inputs, choice)
+        grad = QuantizedMatmulOutputs(jnp.cos(jnp.arange(float(outputs.out.size))).reshape(outputs.out.shape))
+        found = kernel.backward(call, inputs, outputs, grad, choice)
+        summed = 0
+        for member in range(2):
+            own = QuantizedMatmulInputs(*(array[member % len(array)][None] for array in wide(inputs)))
+            exact = reference.forward(one, own)
+            wanted = reference.backward(one, own, exact, QuantizedMatmulOutputs(wide(grad).out[member][None]))
+            assert deviation(outputs.out[member], exact.out[0]).norm < 2e-6
+            assert deviation(found.x[member], wanted.x[0]).norm < 1e-5
+            assert deviation(found.scales[member], wanted.scales[0]).norm < 1e-5
+            summed = summed + wanted.zeros
+        assert deviation(found.zeros, summed).norm < 1e-5
+
+
+@pytest.mark.parametrize(("mode", "bits", "group"), FORMATS, ids=lambda value: str(value))
+@pytest.mark.parametrize("transpose", [False, True], ids=["rows", "columns"])
+def test_every_format_in_groups(mode, bits, group, transpose):
+    """Groups of more rows than a tile, empty ones, rows past the sum; sections; the gradient of x."""
+    size = 7 * 12 if group == 7 else 64
+    inner, columns = (size, 24) if transpose else (24, size)
+    make = grouped_arrays(45, inner, columns, (3, 0, 19, 0, 20), (mode, bits, group), transpose=transpose)
+    options = {"mode": mode, "bits": bits, "group_size": group, "transpose": transpose}
+    call, inputs = bound_of(make(np.random.default_rng(0)), options, "bfloat16")
+    outputs = kernel.forward(call, inputs, Config(16, 16, 16 if transpose else 8, 2, 1, 1))
+    exact = reference.forward(call, wide(inputs))
+    assert deviation(outputs.out, exact.out).norm < 8e-3
+    assert (np.asarray(outputs.out[0, 42:], np.float32) == 0).all()
+    grad = QuantizedMatmulOutputs(jnp.asarray(np.cos(np.arange(exact.out.size)).reshape(exact.out.shape), "bfloat16"))
+    found = kernel.backward(call, inputs, outputs, grad, Config(16, 16, 8 if transpose else 16, 2, 1, 1))
+    assert deviation(found.x, reference.backward(call, wide(inputs), exact, wide(grad)).x).norm < 1.6e-2
+
+
+def test_matrices_of_empty_groups_are_not_read():
+    """Their scales may be anything: here every one that is read is finite."""
+    make = grouped_arrays(19, 24, 64, (0, 19, 0), ("affine", 4, 32))
+    call, inputs = bound_of(make(np.random.default_rng(0)), {"mode": "affine", "group_size": 32})
+    hidden = inputs._replace(scales=inputs.scales.at[0, ::2].set(jnp.nan), zeros=inputs.zeros.at[0, ::2].set(jnp.nan))
+    for choice in (TILES["one"], TILES["sections"]):
+        want = kernel.forward(call, inputs, choice).out
+        np.testing.assert_array_equal(kernel.forward(call, hidden, choice).out, want)
 
 
 @pytest.mark.parametrize(("mode", "bits", "group"), FORMATS, ids=lambda value: str(value))
@@ -189,6 +253,9 @@ def test_what_is_refused():
     assert "float64" in capability.supports_backward(wide_call, H200)
     long = dataclasses.replace(call, x=dataclasses.replace(call.x, shape=(1, 2, 2**24)))
     assert "8388608" in capability.supports_forward(long, H200)
+    make = grouped_arrays(3, 16, 32, (1,) + (0,) * 4096, ("mxfp4", 4, 32))
+    call, _ = bound_of(make(np.random.default_rng(0)), {"mode": "mxfp4"})
+    assert "1 x 4097 groups are more than 4096" in capability.supports_forward(call, H200)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 4096])

@@ -22,6 +22,7 @@ NOT_TUNED = {
     "delta_rule",
     "gated_linear_unit",
     "latent_paged_attention",
+    "lightning_indexer",
     "mean_pooling",
     "moe_permute",
     "moe_route",

@@ -92,6 +92,7 @@ def test_every_folder_of_an_operation_is_declared_once():
         "paged_attention",
         "paged_cache_update",
         "latent_paged_attention",
+        "lightning_indexer",
         "sample_tokens",
         "sparse_latent_attention",
     }

@@ -95,6 +95,30 @@ def test_lists_are_exactly_the_tiles_with_visible_pairs(kind, length):
     assert float(layout.density(length)) == pytest.approx(some.mean())
 
 
+def test_layouts_of_heads():
+    """From a mask of heads or a map of heads: each head lists its own tiles, and attends to what it sees alone."""
+    q, k, v = problem()
+    allowed = np.random.default_rng(2).random((1, q.shape[1], 6, 6)) < 0.4
+    seen = np.kron(allowed, np.ones((BLOCK, BLOCK), bool))
+    blocks = {"q_blocksize": BLOCK, "kv_blocksize": BLOCK, "causal": False}
+    of_mask = block_sparse_layout(LENGTH, mask_info=MaskInfo(seen), per_head=True, **blocks)
+    of_map = block_sparse_layout(LENGTH, mask_builder=allowed, **blocks)
+    of_any = block_sparse_layout(LENGTH, mask_info=MaskInfo(seen), **blocks)
+    for layout in (of_mask, of_map):
+        np.testing.assert_array_equal(layout.counts, allowed.sum(-1))
+        assert float(layout.density(LENGTH)) == pytest.approx(allowed.mean())
+    np.testing.assert_array_equal(of_any.counts, allowed.any(1).sum(-1))
+
+    def out_and_gradients(layout):
+        run = lambda *arrays: blocksparse_attention(*arrays, qkv_layouts=layout, platform="xla")
+        out, pull = jax.vjp(run, q, k, v)
+        return out, *pull(jnp.cos(out))
+
+    for layout in (of_mask, of_map):
+        for got, wanted in zip(out_and_gradients(layout), out_and_gradients(of_any), strict=True):
+            np.testing.assert_allclose(got, wanted, atol=2e-5)
+
+
 @pytest.mark.parametrize("kind", ["documents", "predicate", "map", "rows"])
 def test_layout_gives_what_dense_attention_gives(kind):
     q, k, v = problem()
@@ -224,6 +248,21 @@ def test_mesh(kind):
         )
         check_close("output", run(q, k, v, sinks), wanted, FORWARD["float32"])
         assert not re.findall("all-gather", run.lower(q, k, v, sinks).compile().as_text())
+
+
+@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_lists_of_heads_on_a_mesh(kind, members):
+    """They are split with the heads."""
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind,) * 2)
+    q, k, v = problem()
+    allowed = np.random.default_rng(4).random((members, q.shape[1], 6, 6)) < 0.4
+    layout = block_sparse_layout(LENGTH, mask_builder=allowed, causal=False, q_blocksize=BLOCK, kv_blocksize=BLOCK)
+    wanted = blocksparse_attention(q, k, v, qkv_layouts=layout)
+    spec = P("dp", "tp", None, None)
+    run = jax.jit(lambda *a: blocksparse_attention(*a, qkv_layouts=layout, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec))
+    np.testing.assert_allclose(run(q, k, v), wanted, atol=1e-6)
+    assert not re.findall("all-gather", run.lower(q, k, v).compile().as_text())
 
 
 def test_class_form_and_explain():

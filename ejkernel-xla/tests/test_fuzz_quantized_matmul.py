@@ -1,4 +1,4 @@
-"""`quantized_matmul` on random problems: layouts, formats, sizes, dtypes and blocks, against float64."""
+"""`quantized_matmul` on random problems: layouts, formats, groups, sizes, dtypes and blocks, against float64."""
 
 from __future__ import annotations
 
@@ -36,9 +36,19 @@ def problems(draw: Any, rows: Any = ROWS, groups: Any = GROUPS) -> Drawn:
     rng = np.random.default_rng(draw(seeds))
     inner = columns if transpose else other
     x = (rng.standard_normal((draw(rows), inner)) / inner**0.5).astype(np.float32)
-    config = draw(maybe(st.builds(QuantizedMatmulConfig, st.sampled_from((1, 8, 32, 64)))))
+    sizes = st.sampled_from((1, 8, 32, 64)), st.sampled_from((1, 4)), st.sampled_from((1, 3))
+    config = draw(maybe(st.builds(QuantizedMatmulConfig, *sizes)))
     options = {"mode": mode, "bits": bits, "group_size": group, "transpose": transpose}
-    return Drawn({"x": x, **packed(rng, other, columns, mode, bits, group)}, options, config)
+    if not draw(st.booleans()):
+        return Drawn({"x": x, **packed(rng, other, columns, mode, bits, group)}, options, config)
+    count, offset = draw(st.sampled_from((1, 3))), draw(maybe(st.integers(-1, 2)))
+    groups = count if offset is None else count + draw(st.sampled_from((0, 2)))
+    used = int(rng.integers(0, len(x) + 1)) if draw(st.booleans()) else len(x)
+    ends = np.sort(np.concatenate([[0], rng.integers(0, used + 1, groups - 1), [used]]))
+    flat = packed(rng, count * other, columns, mode, bits, group)
+    arrays = {"x": x, **{name: value.reshape(count, other, value.shape[1]) for name, value in flat.items()}}
+    arrays["group_sizes"] = np.diff(ends).astype(np.int32)
+    return Drawn(arrays if offset is None else {**arrays, "group_offset": np.array(offset, np.int32)}, options, config)
 
 
 def _check(problem: Drawn, dtype: str) -> None:

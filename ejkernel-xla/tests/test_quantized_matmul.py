@@ -74,6 +74,58 @@ def test_weights_are_never_whole_in_memory(transpose: bool) -> None:
     assert memory is not None and memory.temp_size_in_bytes < 2048 * 4096 * 4 / 4
 
 
+def _experts(mode: str, *, transpose: bool) -> tuple[Any, ...]:
+    """Rows, packed weights of four experts and what they stand for, `[4,64,96]`."""
+    w = jax.random.normal(jax.random.key(2), (4, 96, 64) if transpose else (4, 64, 96)) / 8
+    packed = quantize(w, mode=mode, group_size=32 if mode == "affine" else None)
+    dense = dequantize(*packed, mode=mode, group_size=32 if mode == "affine" else None, dtype=jnp.float32)
+    return jax.random.normal(jax.random.key(3), (23, 64)), packed, dense.mT if transpose else dense
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_experts_are_grouped_products_of_what_their_codes_stand_for(mode: str, transpose: bool) -> None:
+    """Value and gradient of x, by one program for every mix of sizes; shards of the experts add up."""
+    x, packed, dense = _experts(mode, transpose=transpose)
+    options = {"mode": mode, "group_size": 32, "transpose": transpose}
+
+    @jax.jit
+    def ours(x: Any, sizes: Any, offset: Any = None, held: Any = packed) -> Any:
+        run = lambda x: ejkernel.quantized_matmul(x, *held, group_sizes=sizes, group_offset=offset, **options)
+        out, pull = jax.vjp(run, x)
+        return out, *pull(jnp.cos(out))
+
+    def wanted(x: Any, sizes: Any) -> Any:
+        out, pull = jax.vjp(lambda x: ejkernel.grouped_matmul(x, dense, sizes), x)
+        return out, *pull(jnp.cos(out))
+
+    for sizes in ([5, 0, 11, 7], [0, 0, 0, 23], [1, 2, 3, 4], [0, 0, 0, 0]):
+        sizes = jnp.array(sizes)
+        hidden = x.at[sizes.sum() :].set(jnp.nan)
+        for got, like in zip(ours(hidden, sizes), wanted(x, sizes), strict=True):
+            np.testing.assert_allclose(got, like, atol=2e-5)
+        shards = [ours(hidden, sizes, first, tuple(one[first : first + 2] for one in packed)) for first in (0, 2)]
+        for parts, like in zip(zip(*shards, strict=True), wanted(x, sizes), strict=True):
+            np.testing.assert_allclose(sum(parts), like, atol=2e-5)
+    assert ours._cache_size() == 2
+
+
+def test_experts_are_never_all_unpacked() -> None:
+    """The temporaries of value and gradient stay below a quarter of the unpacked weights."""
+    packed = quantize(jnp.zeros((32, 512, 1024)))
+    run = lambda x, sizes: jnp.sum(jnp.sin(ejkernel.quantized_matmul(x, *packed, group_sizes=sizes, platform="xla")))
+    program = jax.jit(jax.value_and_grad(run)).lower(jnp.ones((64, 512)), jnp.full(32, 2)).compile()
+    memory = program.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < 32 * 512 * 1024 * 4 / 4
+
+
+def test_sizes_that_are_no_sizes() -> None:
+    x, packed, _ = _experts("mxfp4", transpose=False)
+    for sizes in ([20, 0, 4, 0], [-1, 0, 4, 0]):
+        with pytest.raises(ValueError, match=r"group_sizes: got .* expected values >= 0 with a sum of at most 23 = rows of x"):
+            ejkernel.quantized_matmul(x, *packed, mode="mxfp4", group_sizes=np.array(sizes))
+
+
 def test_hints_change_nothing_and_are_checked() -> None:
     x, *packed = _drawn("affine", 4, False, 32)
     run = lambda **hints: ejkernel.quantized_matmul(x, *packed, group_size=32, **hints)

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel
 from ejkernel.operations import get_operation
-from ejkernel.operations.sparse_latent_attention import forms as _indexer
 from ejkernel_xla.sparse_latent_attention.config import SparseLatentAttentionConfig
 from ejkernel_xla.sparse_latent_attention.kernel import backward, forward
 
@@ -115,26 +114,10 @@ def test_equal_scores_choose_the_earlier_token(arrays):
     assert_close(run(zeros, index_topk=6), dense(arrays, np.broadcast_to(first, (B, T, T))), 3e-6)
 
 
-def test_pieces_of_keys_and_queries_change_nothing(arrays, monkeypatch):
-    indexer = [arrays[name] for name in ("query_index", "key_index", "index_weights")]
-    options = {"count": 6, "scale": 0.5, "causal": True}
-    wanted = _indexer.chosen_tokens(*indexer, **options)
-    monkeypatch.setattr(_indexer, "_KEYS", 4)
-    monkeypatch.setattr(_indexer, "_NUMBERS", 5 * B * T)
-    pieces = jax.jit(lambda *arrays: _indexer.chosen_tokens.__wrapped__(*arrays, **options))
-    np.testing.assert_array_equal(pieces(*indexer), wanted)
-    assert "while" in pieces.lower(*indexer).as_text()
-    np.testing.assert_array_equal((wanted >= 0).sum(-1), np.broadcast_to(np.minimum(np.arange(T) + 1, 6), (B, T)))
-
-
 def test_a_score_that_is_not_a_number_comes_last(arrays):
     broken = {**arrays, "key_index": arrays["key_index"].at[:, 2].set(jnp.nan)}
     visible = chosen({**arrays, "key_index": arrays["key_index"].at[:, 2].set(0.0)}, T, True)
     assert_close(run(broken, index_topk=T), dense(arrays, visible), 3e-6)
-    tokens = _indexer.chosen_tokens(
-        broken["query_index"], broken["key_index"], broken["index_weights"], count=6, scale=1.0, causal=True
-    )
-    assert not (np.asarray(tokens[:, 6:]) == 2).any() and (np.asarray(tokens[:, 2:6]) == 2).any(-1).all()
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -220,6 +203,21 @@ def test_decoding_reads_and_differentiates_only_chosen_tokens(arrays):
     assert_close(everything[0], dense(arrays, np.ones((B, T, T), bool))[0, -1:], 3e-6)
 
 
+def test_an_indexer_in_float8(arrays):
+    """What arrays were divided by stands in the weights and in key_index_scale."""
+    stored = {name: arrays[name].astype("float8_e4m3fn") for name in NAMES[4:6]}
+    exact = {name: array.astype(jnp.float32) for name, array in stored.items()}
+    scale = jnp.asarray(2.0 ** np.random.default_rng(1).integers(-2, 3, (B, T)), jnp.float32)
+    got = run({**arrays, **stored}, index_topk=6, key_index_scale=scale)
+    wanted = run({**arrays, **exact, "key_index": exact["key_index"] * scale[..., None]}, index_topk=6)
+    assert_close(got, wanted, 3e-6)
+    assert float(jnp.abs(got - run({**arrays, **stored}, index_topk=6)).max()) > 1e-2
+    mesh = jax.make_mesh((2,), ("dp",), axis_types=(AxisType.Auto,))
+    specs = tuple(None if name in ("w_kc", "w_vc") else P("dp") for name in NAMES)
+    split = run({**arrays, **stored}, index_topk=6, key_index_scale=scale, mesh=mesh, in_specs=specs, out_specs=P("dp"))
+    assert_close(split, got, 3e-6)
+
+
 def test_decoding_over_a_mesh(arrays):
     lengths = jnp.array([9, 17])
     given = cached(arrays, 0, 1, lengths)
@@ -273,6 +271,12 @@ def test_decoding_over_a_mesh(arrays):
             ValueError,
             r"key_index: got shape \(2, 19, 9\), expected .* \[B,T,E\]",
         ),
+        (
+            {},
+            {"key_index_scale": jnp.ones((B, T + 1))},
+            ValueError,
+            r"key_index_scale: got shape \(2, 20\), expected \(2, 19\) = \[B,T\]",
+        ),
         ({}, {"index_topk": 0}, ValueError, "index_topk: got 0, expected a value >= 1"),
         ({}, {"index_softmax_scale": -1.0}, ValueError, "index_softmax_scale: got -1.0, expected a value > 0"),
         ({}, {"causal": 1}, TypeError, "causal: got 1, expected True or False"),
@@ -315,14 +319,3 @@ def test_memory_grows_with_the_length_and_stays_far_below_a_full_gather():
         assert many < 4.3 * few, phase
         assert many < gathered / 3, phase
     assert _temporary_bytes(4096, SparseLatentAttentionConfig(4096))[0] > gathered
-
-
-def test_the_indexer_never_holds_all_scores():
-    spec = jax.ShapeDtypeStruct
-
-    def bytes_for(length: int) -> int:
-        shapes = (spec((1, length, 4, 16), jnp.float32), spec((1, length, 16), jnp.float32), spec((1, length, 4), jnp.float32))
-        lowered = _indexer.chosen_tokens.lower(*shapes, count=16, scale=1.0, causal=True)
-        return lowered.compile().memory_analysis().temp_size_in_bytes
-
-    assert bytes_for(32768) < 32768 * 32768 * 4 / 8

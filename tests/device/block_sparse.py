@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 from typing import Any, NamedTuple
 
@@ -34,7 +35,8 @@ from ejkernel_xla.block_sparse_attention import kernel as xla
 
 
 class Shape(NamedTuple):
-    """mask: "documents" (causal), "window" (causal), "sinks" (window and first keys, a rule), or "blocks": random lists."""
+    """mask: "documents" (causal), "window" (causal), "sinks" (window and first keys, a rule), or "blocks": random lists, with
+    per_head of each head."""
 
     length: int
     heads: int
@@ -46,6 +48,7 @@ class Shape(NamedTuple):
     batch: int = 1
     dtype: str = "bfloat16"
     causal: bool = False
+    per_head: bool = False
 
 
 PROBLEMS = {
@@ -53,9 +56,11 @@ PROBLEMS = {
     "numbers-t500-blocks64-causal": Shape(500, 4, 2, "blocks", 64, 64, 4, batch=2, causal=True),
     "numbers-t400-blocks48": Shape(400, 4, 1, "blocks", 96, 48, 3, dtype="float16"),
     "numbers-t300-blocks24": Shape(300, 4, 1, "blocks", 64, 24, 3),
+    "numbers-t500-heads64": Shape(500, 8, 2, "blocks", 64, 64, 3, batch=2, causal=True, per_head=True),
     "numbers-t400-documents": Shape(400, 4, 2, "documents"),
     "numbers-t400-sinks": Shape(400, 4, 2, "sinks", 64),
     "t8192-h32-k8-blocks": Shape(8192, 32, 8, "blocks"),
+    "t8192-h32-k8-heads": Shape(8192, 32, 8, "blocks", per_head=True),
     "t8192-h32-k8-documents": Shape(8192, 32, 8, "documents"),
     "t32768-h32-k8-blocks": Shape(32768, 32, 8, "blocks", listed=32),
     "t32768-h32-k8-window": Shape(32768, 32, 8, "window"),
@@ -65,6 +70,7 @@ PROBLEMS = {
 }
 SMALL = {
     "numbers-t96-blocks": Shape(96, 2, 1, "blocks", 16, 32, 2),
+    "numbers-t96-heads": Shape(96, 4, 2, "blocks", 16, 32, 2, per_head=True),
     "t64-documents": Shape(64, 2, 1, "documents", 16),
 }
 
@@ -84,12 +90,13 @@ def _said(shape: Shape) -> dict[str, Any]:
         return {"mask_builder": window_and_sinks}
     blocks = -(-shape.length // shape.block)
     rng, rows = np.random.default_rng(0), []
-    for own in np.tile(np.arange(blocks), shape.batch):
+    lists = (shape.batch, *((shape.heads,) if shape.per_head else ()))
+    for own in np.tile(np.arange(blocks), math.prod(lists)):
         most = own + 1 if shape.causal else blocks
         chosen = np.sort(rng.permutation(most)[: shape.listed])
         rows.append(np.pad(chosen, (0, shape.listed - len(chosen)), constant_values=-1))
-    tiles = np.array(rows, np.int32).reshape(shape.batch, blocks, shape.listed)
-    full = tiles < np.arange(blocks)[None, :, None] if shape.causal else np.ones_like(tiles, bool)
+    tiles = np.array(rows, np.int32).reshape(*lists, blocks, shape.listed)
+    full = tiles < np.arange(blocks)[:, None] if shape.causal else np.ones_like(tiles, bool)
     sizes = {"q_blocksize": shape.block, "kv_blocksize": shape.block, "causal": shape.causal}
     return {"key_tiles": jnp.asarray(tiles), "full_tiles": jnp.asarray(full), **sizes}
 

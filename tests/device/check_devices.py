@@ -137,7 +137,7 @@ def a_second_process() -> None:
             assert done.returncode == 0, done.stderr
             answers.append(json.loads(done.stdout.splitlines()[-1]))
     first, second, elsewhere = answers
-    assert first["compiled"] == 2, answers
+    assert first["compiled"] > 0, answers
     assert (second["compiled"], elsewhere["compiled"]) == (0, 0), answers
     assert second["hits"] > first["hits"], answers
     print("  ", answers)

@@ -3,12 +3,12 @@
     python tests/device/latent.py --out results
 
 Every config of the search space: first numbers of a small problem of the same kind against float64 and two equal runs, then the
-large problem, compared with XLA's result and timed (device time by CUPTI) beside our XLA and plain JAX. Last, what the indexer of
-sparse latent attention takes on XLA. Prints tables, writes `latent.json` under `--out` (or `$OUT`), exits with 1 if a number is
+large problem, compared with XLA's result and timed (device time by CUPTI) beside our XLA and plain JAX.
+Prints tables, writes `latent.json` under `--out` (or `$OUT`), exits with 1 if a number is
 wrong.
 
 `--only` problems whose name has one of these texts, comma separated; `--budget` seconds after which nothing new is started (140);
-`--threads` that compile (12); `--skip` of xla,plain,indexer; `--small` checks small problems only, without a GPU: with
+`--threads` that compile (12); `--skip` of xla,plain; `--small` checks small problems only, without a GPU: with
 `EJKERNEL_TRITON_INTERPRET=1` in Triton's interpreter.
 """
 
@@ -35,7 +35,6 @@ from delta_rule import Report, samples_of
 
 import ejkernel
 from ejkernel.operations import get_operation
-from ejkernel.operations.sparse_latent_attention.forms import chosen_tokens
 from ejkernel.plugin import Target, current_target
 from ejkernel.testing.checks import widened
 
@@ -361,34 +360,13 @@ def time_problem(report: Report, shape: Any, options: argparse.Namespace, pool: 
         print(f"  best of {len(ours)}: {best['name']} {best['milliseconds']:.4f} ms", flush=True)
 
 
-def time_indexer(report: Report) -> None:
-    """What chooses the tokens of `sparse h128 t8192 k2048`: 64 index heads of 128 channels; then one token of 32k."""
-    for name, batch, queries, tokens in (
-        ("indexer t8192 k2048", 1, 8192, 8192),
-        ("indexer decode b64 32k k2048", 64, 1, 32768),
-    ):
-        keys = jax.random.split(jax.random.key(0), 3)
-        shapes = ((batch, queries, 64, 128), (batch, tokens, 128), (batch, queries, 64))
-        values = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
-        lengths = jnp.full(batch, tokens, jnp.int32)
-
-        def run(query: Any, key: Any, weights: Any, lengths: Any = lengths) -> Any:
-            return chosen_tokens(query, key, weights, lengths, count=2048, scale=128**-0.5, causal=True)
-
-        taken = np.atleast_1d(samples_of(jax.jit(run), tuple(values), 2))
-        report.peer(name, XLA, "forward", [float(sample) for sample in taken])
-        kernels = sorted(samples_of(jax.jit(run), tuple(values), 1, kernels=True), key=lambda row: -row[1])[:6]
-        print("      " + ", ".join(f"{kernel[:32]} {taken:.4f}" for kernel, taken in kernels), flush=True)
-        report.save()
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of latent.json")
     parser.add_argument("--only", default="", help="texts of which a problem's name has one")
     parser.add_argument("--budget", type=float, default=140)
     parser.add_argument("--threads", type=int, default=12)
-    parser.add_argument("--skip", default="", help="of xla,plain,indexer")
+    parser.add_argument("--skip", default="", help="of xla,plain")
     parser.add_argument("--small", action="store_true", help="small problems only, also without a GPU")
     return parser.parse_args()
 
@@ -411,11 +389,6 @@ def run(report: Report, options: argparse.Namespace) -> None:
                     time_problem(report, shape, options, pool)
             except Exception as error:  # noqa: BLE001 - the other problems go on
                 report.check(shape.name, False, f"{type(error).__name__}: {str(error)[:300]}")
-    if "indexer" not in options.skip and not options.small and report.remaining() > 0:
-        try:
-            time_indexer(report)
-        except Exception as error:  # noqa: BLE001 - what was found so far counts
-            print(f"  indexer: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
 
 def main() -> int:

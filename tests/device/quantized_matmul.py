@@ -24,6 +24,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +35,7 @@ from delta_rule import Report, distances, knobs, samples_of
 
 import ejkernel
 from ejkernel.operations.quantized_matmul import reference
-from ejkernel.operations.quantized_matmul.cases import packed
+from ejkernel.operations.quantized_matmul.cases import grouped_arrays, packed
 from ejkernel.operations.quantized_matmul.interface import OPERATION, QuantizedMatmulOutputs
 from ejkernel.plugin import Target, current_target
 from ejkernel.quantization import dequantize
@@ -49,6 +50,8 @@ SPACES = {"forward": config.FORWARD, "backward": config.BACKWARD, "all": config.
 
 
 class Shape(NamedTuple):
+    """sizes: rows of each group, with a matrix of its own; () = one matrix for all rows."""
+
     rows: int
     inner: int
     columns: int
@@ -58,6 +61,12 @@ class Shape(NamedTuple):
     transpose: bool = False
     dtype: str = "bfloat16"
     phases: tuple[str, ...] = ("forward",)
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def read(self) -> float:
+        """Share of the weights that are of groups with rows."""
+        return sum(size > 0 for size in self.sizes) / len(self.sizes) if self.sizes else 1.0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -70,8 +79,13 @@ class Shape(NamedTuple):
     def arrays(self, seed: int) -> Any:
         """The call and its inputs."""
         rng = np.random.default_rng(seed)
-        x = (rng.standard_normal((self.rows, self.inner)) / self.inner**0.5).astype(np.float32)
-        made = {"x": x, **packed(rng, *self.stored, self.mode, self.bits, self.group)}
+        if self.sizes:
+            form = self.mode, self.bits, self.group
+            drawn = grouped_arrays(self.rows, self.inner, self.columns, self.sizes, form, transpose=self.transpose)
+            made = {**drawn(rng)}
+        else:
+            x = (rng.standard_normal((self.rows, self.inner)) / self.inner**0.5).astype(np.float32)
+            made = {"x": x, **packed(rng, *self.stored, self.mode, self.bits, self.group)}
         made = {name: jnp.asarray(one, self.dtype if one.dtype == np.float32 else one.dtype) for name, one in made.items()}
         return OPERATION.canonicalise(**made, **self.options)
 
@@ -128,18 +142,20 @@ def failing(report: Report, name: str, error: Exception) -> None:
     report.check(name, False, f"{type(error).__name__}: {str(error)[:300]}")
 
 
-def check_numbers(report: Report, options: argparse.Namespace) -> None:
-    """Sizes that fill no tile's last row or column."""
-    rows, long, short = (3, 192, 40) if options.small else (37, 1152, 360)
-    names = ("affine3", "affine4", "nf4", "nvfp4") if options.small else FORMATS
-    jobs = []
+def formats(small: bool) -> list[tuple[str, Shape, int]]:
+    """Sizes that fill no tile's last row or column: names, shapes, and configs besides the heuristic's."""
+    rows, long, short = (3, 192, 40) if small else (37, 1152, 360)
+    found = []
+    for name in ("affine3", "affine4", "nf4", "nvfp4") if small else FORMATS:
+        for transpose in (False, True):
+            shape = Shape(rows, *((long, short) if transpose else (short, long)), *FORMATS[name], transpose=transpose)
+            found.append((f"{name}{'-transposed' if transpose else ''}", shape, 99 if name == "affine4" and not small else 0))
+    return found
+
+
+def check_numbers(report: Report, problems: Sequence[tuple[str, Shape, int]], options: argparse.Namespace) -> None:
     with concurrent.futures.ThreadPoolExecutor(1 if options.small else options.threads) as pool:
-        for name in names:
-            for transpose in (False, True):
-                sizes = (long, short) if transpose else (short, long)
-                shape = Shape(rows, *sizes, *FORMATS[name], transpose=transpose)
-                most = 99 if name == "affine4" and not options.small else 0
-                jobs.append((f"{name}{'-transposed' if transpose else ''}", pool.submit(checked, shape, most, options)))
+        jobs = [(name, pool.submit(checked, shape, most, options)) for name, shape, most in problems]
         for name, job in jobs:
             try:
                 rows_found = job.result()
@@ -191,12 +207,11 @@ def interpreted(options: argparse.Namespace) -> Any:
 class Problem:
     """A shape with copies of its weights, more than L2 holds."""
 
-    def __init__(self, name: str) -> None:
-        shape = self.shape = PROBLEMS[name]
-        self.name = name
+    def __init__(self, name: str, shape: Shape) -> None:
+        self.name, self.shape = name, shape
         bound = shape.arrays(0)
         self.call, first = bound.call, bound.inputs
-        size = sum(array.nbytes for array in first[1:] if array is not None)
+        size = sum(array.nbytes for array in first[1:4] if array is not None) * shape.read
         self.copies = 1 if shape.rows > 1024 else -int(-BEYOND_L2 // size)
         more = [first._replace(w=first.w ^ jnp.uint32(0)) for _ in range(self.copies - 1)]
         self.inputs = tuple(jax.block_until_ready([first, *more]))
@@ -240,12 +255,14 @@ class Problem:
         zeros = None if first.zeros is None else first.zeros[0]
         form = {name: value for name, value in shape.options.items() if name != "transpose"}
         dense = jax.jit(lambda w, s, z: dequantize(w, s, z, dtype=shape.dtype, **form))(first.w[0], first.scales[0], zeros)
-        copies = 1 if shape.rows > 1024 else -int(-BEYOND_L2 // dense.nbytes)
+        copies = 1 if shape.rows > 1024 else -int(-BEYOND_L2 // (dense.nbytes * shape.read))
         weights = tuple(dense + jnp.zeros_like(dense) for _ in range(copies))
 
         def run(weights: Any, x: Any, grad: Any) -> Any:
             flip = shape.transpose != (phase != "forward")
             left = x if phase == "forward" else grad
+            if shape.sizes:
+                return [jax.lax.ragged_dot(left, w.mT if flip else w, jnp.array(shape.sizes, jnp.int32)) for w in weights]
             return [left @ (w.T if flip else w) for w in weights]
 
         return jax.jit(run).lower(weights, first.x[0], self.grad[0]).compile(), (weights, first.x[0], self.grad[0]), copies
@@ -280,7 +297,9 @@ def check_and_time(report: Report, problem: Problem, phase: str, cfg: Any, progr
     if cfg is not None and cfg != "plain":
         report.check(where, equal and all(error < TOLERANCE for error in errors.values()), detail)
     median = statistics.median(taken)
-    bytes_moved = sum(array.nbytes for array in jax.tree.leaves(problem.inputs[0])) + problem.grad.nbytes
+    first = problem.inputs[0]
+    weights = sum(array.nbytes for array in first[1:4] if array is not None) * problem.shape.read
+    bytes_moved = first.x.nbytes + weights + problem.grad.nbytes
     row = {
         "case": problem.name, "phase": phase, "name": name, "heuristic": heuristic, "milliseconds": median, "copies": copies,
         "config": dataclasses.asdict(cfg) if dataclasses.is_dataclass(cfg) and not isinstance(cfg, type) else None,
@@ -297,11 +316,11 @@ def check_and_time(report: Report, problem: Problem, phase: str, cfg: Any, progr
         print("      " + ", ".join(f"{one[:24]} {taken:.4f}" for one, taken in kernels[:4]), flush=True)
 
 
-def check_times(report: Report, options: argparse.Namespace) -> None:
+def check_times(report: Report, problems: Mapping[str, Shape], options: argparse.Namespace) -> None:
     """Programs of a problem are compiled by many threads, beside the runs of the one before, then run one by one."""
     for name in options.problems.split(","):
         try:
-            problem = Problem(name)
+            problem = Problem(name, problems[name])
         except Exception as error:  # noqa: BLE001 - the other rows are still of interest
             failing(report, name, error)
             continue
@@ -326,11 +345,12 @@ def check_times(report: Report, options: argparse.Namespace) -> None:
             report.save()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of quantized_matmul.json")
+def main(name: str, about: str | None, problems: Mapping[str, Shape], numbers: Any) -> int:
+    """`numbers` takes whether they are small and gives what `check_numbers` takes."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=os.environ.get("OUT", "."), help=f"folder of {name}.json")
     parser.add_argument("--only", default="numbers,times")
-    parser.add_argument("--problems", default=",".join(PROBLEMS))
+    parser.add_argument("--problems", default=",".join(problems))
     parser.add_argument("--most", type=int, default=3)
     parser.add_argument("--budget", type=float, default=130)
     parser.add_argument("--threads", type=int, default=12)
@@ -342,12 +362,12 @@ def main() -> int:
     if jax.default_backend() != "gpu" and not options.small:
         print(f"needs a GPU, JAX has {jax.devices()}")
         return 2
-    report = Report(options.out, options.budget, "quantized_matmul")
+    report = Report(options.out, options.budget, name)
     print(json.dumps(report.result["versions"]), flush=True)
     if "numbers" in options.only:
-        check_numbers(report, options)
+        check_numbers(report, numbers(options.small), options)
     if "times" in options.only and not options.small:
-        check_times(report, options)
+        check_times(report, problems, options)
     report.save()
     wrong = [row for row in report.result["numbers"] if not row["passed"]]
     print(f"{len(report.result['numbers'])} checks, {len(wrong)} wrong; {time.monotonic() - report.started:.0f} s")
@@ -355,4 +375,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("quantized_matmul", __doc__, PROBLEMS, formats))

@@ -33,6 +33,7 @@ pair: tuple[jax.Array, jax.Array] = ejkernel.rwkv4(rows[0], rows[0], query, quer
 ejkernel.lightning_attention(query, query, query, layer_idx=0)  # mistake
 ejkernel.ring_attention(query, query, query, layout="zig-zag")  # mistake
 ejkernel.ring_attention(query, query, query, strategy="ulysses")  # mistake
+ejkernel.sequence_parallel(ejkernel.rms_norm, 3)  # mistake
 ejkernel.fused_cross_entropy(rows, integers, reduction="average")  # mistake
 print(ejkernel.fused_cross_entropy(rows, integers).losses)  # mistake
 print(ejkernel.token_logprobs(rows, rows, integers).loss)  # mistake

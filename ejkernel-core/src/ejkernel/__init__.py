@@ -233,6 +233,7 @@ __all__ = [
     "sample_tokens",
     "scaled_dot_product_attention",
     "scaled_matmul",
+    "sequence_parallel",
     "softmax",
     "state_space_v1",
     "state_space_v2",

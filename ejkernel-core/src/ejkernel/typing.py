@@ -184,6 +184,7 @@ LatentAttended = Float[Array, "batch queries heads value_size"]
 IndexQueries = Float[ArrayLike, "batch queries index_heads index_size"]
 IndexKeys = Float[ArrayLike, "batch keys index_size"]
 IndexWeights = Float[ArrayLike, "batch queries index_heads"]
+IndexKeyScales = Float[ArrayLike, "batch keys"]
 
 # Attention over caches, for serving
 
@@ -333,8 +334,8 @@ ProductRows = Float[Array, "rows columns"]
 GroupScale = Num[ArrayLike, "groups"] | Num[ArrayLike, "groups columns"]
 GroupBias = Num[ArrayLike, "groups columns"]
 RowFactor = Scalar | Num[ArrayLike, "rows"]
-QuantizedWeights = UInt32[ArrayLike, "weight_rows words"]
-QuantizationScales = Num[ArrayLike, "weight_rows scale_groups"]
+QuantizedWeights = UInt32[ArrayLike, "*matrices weight_rows words"]
+QuantizationScales = Num[ArrayLike, "*matrices weight_rows scale_groups"]
 NarrowRows = Num[ArrayLike, "*rows inner"]
 NarrowMatrix = Num[ArrayLike, "_ _"]
 ScaleOfRows = Scalar | Float[ArrayLike, "*rows"]

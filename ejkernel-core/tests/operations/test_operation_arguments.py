@@ -20,6 +20,7 @@ QKV = (Q, Q[:, :, :2], Q[:, :, :2, :3])
 SCAN = (X, Q[0, :3].reshape(12, 8)[:8], X, X, EIGHT, X)
 SLOTS = np.zeros((2, 5, 4, 3), np.int32)
 Q4, S4 = np.ones((8, 8), np.uint32), np.ones((8, 1), np.float32)
+G1, QUANTIZED = np.array([1], np.int32), (Q4[None], S4[None], S4[None])
 
 _NORM = [
     ((X, EIGHT[:5]), {}, ValueError, r"scale: got shape \(5,\), expected \(8,\)"),
@@ -304,6 +305,13 @@ REFUSED: dict[str, list[Any]] = {
         ((X[0], Q4, S4, S4), {"bits": 8}, ValueError, "w: got 8 words per row, expected 16 for 1 groups of 64 codes of 8 bits"),
         ((X[0], Q4, S4), {"mode": "mxfp4"}, TypeError, "scales: got dtype float32, expected uint8, the E8M0 codes"),
         ((X[0], Q4[None], S4[None], S4[None]), {}, ValueError, r"w: got shape \(1, 8, 8\) with 3 axes, expected 2 axes"),
+        ((X[0], Q4[None], S4[None], S4[None]), {}, ValueError, "2 axes; group_sizes= says how many rows of x belong to each"),
+        ((X[0], Q4, S4, S4, G1), {}, ValueError, r"w: got shape \(8, 8\) with 2 axes, expected 3 axes.* beside group_sizes"),
+        ((X, *QUANTIZED, G1), {}, ValueError, r"x: got shape \(2, 3, 8\), expected \[M, K\] beside group_sizes"),
+        ((X[0], *QUANTIZED, G2), {}, ValueError, "group_sizes: got 2 groups, expected 1 as in w; group_offset= says"),
+        ((X[0], *QUANTIZED, G1 / 2), {}, TypeError, "group_sizes: got dtype float64, expected integers"),
+        ((X[0], *QUANTIZED, G1, 0.5), {}, TypeError, "group_offset: got dtype float.*, expected an integer"),
+        ((X[0], Q4, S4, S4, None, 1), {}, ValueError, "group_offset: got 1, expected None without group_sizes"),
         ((X[0], Q4, S4, S4), {"transpose": 0}, TypeError, "transpose: got 0, expected a bool"),
         ((X[0], Q4, S4, S4), {"mode": "int4"}, ValueError, "mode: got 'int4', expected one of affine, nf4"),
     ],
@@ -415,6 +423,23 @@ REFUSED: dict[str, list[Any]] = {
         ((X, X[:, :2] > 0), {}, ValueError, r"where: got shape \(2, 2, 8\), expected a shape that broadcasts to \(2, 3, 8\)"),
         ((X, X[None] > 0), {}, ValueError, r"where: got shape \(1, 2, 3, 8\), expected a shape that broadcasts"),
         ((X,), {"scale": float("inf")}, ValueError, "scale: got inf, expected a finite number"),
+    ],
+    "lightning_indexer": [
+        ((Q, X, X[:, :, :4]), {"k": 1}, ValueError, r"weights: got shape \(2, 3, 4\), expected \(2, 5, 4\) = \[B,T,H\]"),
+        ((Q, X[:1], Q[..., 0]), {"k": 1}, ValueError, r"key: got shape \(1, 3, 8\), expected \(2, 3, 8\) = \[B,S,D\]"),
+        (
+            (Q, X.astype(np.float16), Q[..., 0]),
+            {"k": 1},
+            TypeError,
+            "key: got dtype float16, expected the query's dtype float32",
+        ),
+        ((Q, X, Q[..., 0]), {"k": 4}, ValueError, "k: got 4, expected at most 3 = S, the tokens of key"),
+        ((Q, X, Q[..., 0]), {"k": -1}, ValueError, "k: got -1, expected at least 0"),
+        ((Q, X, Q[..., 0]), {"k": 1, "causal": 1}, TypeError, "causal: got 1, expected True or False"),
+        ((Q, X, Q[..., 0], None, X), {"k": 1}, ValueError, r"key_scale: got shape \(2, 3, 8\) with 3 axes, expected 2 axes"),
+        ((Q, X, Q[..., 0], SLOTS[0, 0, 0]), {"k": 1}, ValueError, "kv_lens: got shape"),
+        ((Q[..., :0], X[..., :0], Q[..., 0]), {"k": 1}, ValueError, r"query: got shape .*, expected at least one channel"),
+        ((Q.astype(np.int8), X, Q[..., 0]), {"k": 1}, TypeError, "query: got dtype int8"),
     ],
     "sparse_latent_attention": [
         (

@@ -27,6 +27,7 @@ LISTS = {"key_tiles": np.zeros((2, 3, 3), np.int32), "q_blocksize": 8, "kv_block
     ("change", "message"),
     [
         ({**LISTS, "key_tiles": np.zeros((2, 2, 3), np.int32)}, r"key_tiles: got shape \(2, 2, 3\), expected \[2 or 1, 3, m\]"),
+        ({**LISTS, "key_tiles": np.zeros((2, 5, 3, 3), np.int32)}, r"key_tiles: got shape \(2, 5, 3, 3\).* heads, 3 blocks of"),
         ({**LISTS, "key_tiles": np.zeros((2, 3, 3), np.float32)}, "key_tiles: got dtype float32, expected an integer type"),
         ({**LISTS, "q_blocksize": 0}, "q_blocksize: got 0, expected a value >= 1"),
         ({**LISTS, "kv_blocksize": None}, "kv_blocksize: got None"),

@@ -1,4 +1,5 @@
 // Warp-specialised attention: a producer warpgroup loads KV tiles by TMA, two or three consumer warpgroups own 64 queries each.
+// Keys and values are arrays, or pages (paged_prefill/kernels.cuh), which have a producer of their own.
 //
 // A consumer computes S = Q K^T from shared memory, softmax weights in registers, and O += P V with P in registers. It issues
 // the next QK before the last PV, so that the softmax of one overlaps the other. With `ping_pong`, consumers issue their wgmmas
@@ -39,6 +40,7 @@ struct Arguments {
   bool ping_pong;
 
   EJKERNEL_HOST_DEVICE int tokens(int rows) const { return rows >> shift; }
+  EJKERNEL_HOST_DEVICE int batch_of(const TileCoord& coord) const { return scheduler.batch_of(coord); }
   EJKERNEL_HOST_DEVICE int head_of(const TileCoord& coord, int row = 0) const {
     return (scheduler.head_of(coord) << shift) + (row & ((1 << shift) - 1));
   }
@@ -48,6 +50,11 @@ struct Arguments {
     const int64_t token = int64_t(scheduler.batch_of(coord)) * mask.queries + query;
     return token * (scheduler.heads << shift) + head_of(coord, row);
   }
+
+  // What pages have. The slots of a page after its last key hold anything; after arrays TMA loads zeros.
+  static constexpr bool kPaged = false;
+  EJKERNEL_HOST_DEVICE unsigned hidden(int) const { return 0; }
+  EJKERNEL_HOST_DEVICE int token_of(int first) const { return first; }
 };
 
 #ifdef EJKERNEL_HOPPER
@@ -112,14 +119,14 @@ struct Producer {
   }
 };
 
-template <class S>
+template <class S, class A = Arguments>
 struct Consumer {
   using T = typename S::T;
   using Scores = float[S::kBlockK / 2];
   using Weights = uint32_t[S::kBlockK / 4];  // packed pairs
   using Out = float[S::kSize / 2];
 
-  const Arguments& arguments;
+  const A& arguments;
   const SharedStorage<S>& shared;
   const int consumer;
   int done = 0;  // tiles
@@ -173,8 +180,12 @@ struct Consumer {
     wgmma_commit_group();
   }
 
-  // Set masked logits to -inf.
-  EJKERNEL_INLINE void apply_mask(Scores& s, const Task& task, int tile) const {
+  // Set masked logits to -inf; `hidden` has a bit for each eight keys of the tile that nobody sees.
+  EJKERNEL_INLINE void apply_mask(Scores& s, const Task& task, int tile, unsigned hidden) const {
+    if (hidden) {
+#pragma unroll
+      for (int i = 0; i < S::kBlockK / 2; ++i) s[i] = hidden >> (i / 4) & 1 ? -INFINITY : s[i];
+    }
     if (task.unmasked.contains(tile)) return;
     const MaskParams& mask = arguments.mask;
     const int column = tile * S::kBlockK + 2 * (lane() % 4);
@@ -232,9 +243,9 @@ struct Consumer {
 
   // Turn the logits of a finished QK into weights.
   EJKERNEL_INLINE void softmax_step(Scores& s, OnlineSoftmax& softmax, float (&rescale_factor)[2], const Task& task,
-                                    int tile) const {
+                                    int tile, unsigned hidden) const {
     transform_logits(s, arguments.logits);
-    apply_mask(s, task, tile);
+    apply_mask(s, task, tile, hidden);
     softmax.update(s, arguments.logits.unit, rescale_factor);
   }
 
@@ -269,8 +280,9 @@ struct Consumer {
     ping_pong_arrive();
     wgmma_wait_group<0>();
     wgmma_fence_operand(s);
+    unsigned hidden = arguments.hidden(stage_of<S>(done));
     release_keys(done);
-    softmax_step(s, softmax, rescale_factor, task, task.tiles.low);
+    softmax_step(s, softmax, rescale_factor, task, task.tiles.low, hidden);
     pack_weights(s, p);
     wait_values(done);
     if (task.tiles.low + 1 < end) wait_keys(done + 1);
@@ -282,8 +294,9 @@ struct Consumer {
       ping_pong_arrive();
       wgmma_wait_group<1>();
       wgmma_fence_operand(s);
+      hidden = arguments.hidden(stage_of<S>(done + 1));
       release_keys(done + 1);
-      softmax_step(s, softmax, rescale_factor, task, tile);
+      softmax_step(s, softmax, rescale_factor, task, tile, hidden);
       // ptxas hoists a wgmma wait as far as it can, above the exponentials. It stops at a branch, here that of the wait for the
       // next values. Rounding the weights earlier would need the registers of those that the wgmma reads.
       wgmma_fence_operand(s);
@@ -318,7 +331,14 @@ struct Consumer {
 
   EJKERNEL_INLINE void store(Out& o, const OnlineSoftmax& softmax, const TileCoord& coord, int first) const {
     float factor[2], lse[2];
-    for (int half = 0; half < 2; ++half) factor[half] = softmax.finish(half, arguments.logits.unit, lse[half]);
+    for (int half = 0; half < 2; ++half) {
+      const float sum = softmax.quad_sum(half), unit = arguments.logits.unit;
+      if constexpr (A::kPaged) {
+        factor[half] = finish_row(softmax.row_max[half], sum, unit, arguments.sink_of(coord, row() + 8 * half), lse[half]);
+      } else {
+        factor[half] = finish_row(softmax.row_max[half], sum, unit, lse[half]);
+      }
+    }
     rescale(o, factor);
     // An earlier TMA store may still read this buffer, and other warps may still read the queries in it.
     if (S::kSeparateOut && thread() == 0) tma_store_wait_group_read();
@@ -332,10 +352,16 @@ struct Consumer {
     }
     fence_proxy_async();
     named_barrier_sync(kConsumerBarrier + consumer, kWarpgroupThreads);
+    if constexpr (A::kPaged) {
+      if (first + arguments.tokens(kRows) > arguments.mask.queries) {  // the rows after it are another request's
+        store_rows(out, coord, first);
+        return store_lse(lse, coord, first);
+      }
+    }
     if (thread() == 0) {
       for (int atom = 0; atom < S::kAtoms; ++atom) {
-        tma_store(arguments.out, out + atom * S::kQueryAtomBytes, atom * kAtomColumns, first, arguments.head_of(coord),
-                  arguments.scheduler.batch_of(coord));
+        tma_store(arguments.out, out + atom * S::kQueryAtomBytes, atom * kAtomColumns, arguments.token_of(first),
+                  arguments.head_of(coord), arguments.batch_of(coord));
       }
       tma_store_commit_group();
       if (!S::kSeparateOut) {
@@ -344,6 +370,18 @@ struct Consumer {
       }
     }
     store_lse(lse, coord, first);
+  }
+
+  // Store the rows of the request's own queries from shared memory.
+  EJKERNEL_INLINE void store_rows(const unsigned char* from, const TileCoord& coord, int first) const {
+    constexpr int kChunks = S::kSize / 8;
+    for (int i = thread(); i < kRows * kChunks; i += kWarpgroupThreads) {
+      const int at = i / kChunks, chunk = i % kChunks, query = first + arguments.tokens(at);
+      if (query >= arguments.mask.queries || 8 * chunk >= arguments.value_size) continue;
+      const unsigned char* atom = from + chunk / 8 * S::kQueryAtomBytes;
+      T* const to = static_cast<T*>(arguments.results) + arguments.row_of(coord, query, at) * arguments.value_size;
+      *reinterpret_cast<uint4*>(to + 8 * chunk) = *reinterpret_cast<const uint4*>(atom + swizzled_offset(at, chunk % 8));
+    }
   }
 
   EJKERNEL_INLINE void store_lse(const float (&lse)[2], const TileCoord& coord, int first) const {
@@ -378,7 +416,7 @@ struct Consumer {
     const MaskParams& mask = arguments.mask;
     const int block = arguments.tokens(coord.block * S::kBlockQ), first = block + arguments.tokens(consumer * kRows);
     return {first, tiles, mask.fully_visible_tiles(first, first + arguments.tokens(kRows) - 1, S::kBlockK, true),
-            mask.fully_visible_tiles(block, block + arguments.tokens(S::kBlockQ) - 1, S::kBlockK, false)};
+            mask.fully_visible_tiles(block, block + arguments.tokens(S::kBlockQ) - 1, S::kBlockK, A::kPaged)};
   }
 
   EJKERNEL_INLINE void run(const TileCoord& coord, const Range& range, int wave, int partial) {

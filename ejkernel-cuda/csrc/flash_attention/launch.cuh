@@ -8,7 +8,6 @@
 
 namespace ejkernel::flash_attention {
 
-constexpr float kLog2E = 1.44269504088896341f;
 constexpr int kMaxHeadSize = 256;  // elements of a head
 constexpr int64_t kMaxBlocks = int64_t{1} << 30;
 constexpr int64_t kMaxTokens = int64_t{1} << 27;

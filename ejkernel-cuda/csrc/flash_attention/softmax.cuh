@@ -5,7 +5,7 @@
 
 namespace ejkernel::flash_attention {
 
-constexpr float kLn2 = 0.693147180559945309f;
+constexpr float kLn2 = 0.693147180559945309f, kLog2E = 1.44269504088896341f;
 
 // How dot products become logits.
 enum class LogitKind : int { kPlain, kScaled, kCapped };
@@ -23,6 +23,15 @@ EJKERNEL_INLINE float finish_row(float row_max, float sum, float unit, float& ls
   const bool empty = sum == 0.f;
   lse = empty ? -INFINITY : (row_max * unit + log2f(sum)) * kLn2;
   return empty ? 0.f : 1.f / sum;
+}
+
+// The same with a sink, a logit in the denominator alone.
+EJKERNEL_INLINE float finish_row(float row_max, float sum, float unit, float sink, float& lse) {
+  const float own = row_max * unit, other = sink * kLog2E, top = fmaxf(own, other);
+  if (other == -INFINITY) return finish_row(row_max, sum, unit, lse);
+  const float rescale = fast_exp2(own - top), total = sum * rescale + fast_exp2(other - top);
+  lse = (top + log2f(total)) * kLn2;
+  return rescale / total;
 }
 
 template <typename T>
@@ -86,11 +95,6 @@ struct OnlineSoftmax {
     float sum = row_sum[row];
     sum += __shfl_xor_sync(~0u, sum, 1);
     return sum + __shfl_xor_sync(~0u, sum, 2);
-  }
-
-  // The row's normalisation factor and log-sum-exp. All lanes of the quad call this.
-  EJKERNEL_INLINE float finish(int row, float unit, float& lse) const {
-    return finish_row(row_max[row], quad_sum(row), unit, lse);
   }
 };
 #endif

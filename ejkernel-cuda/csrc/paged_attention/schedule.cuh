@@ -210,17 +210,6 @@ struct StreamK {
   }
 };
 
-// Inclusive prefix sum over the lanes.
-__device__ inline int inclusive_scan(int value) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_sync(kWarp, value, max(lane - step, 0));
-    value += lane >= step ? other : 0;
-  }
-  return value;
-}
-
 // The partition, and where this worker's share begins: its request, and the steps of all requests before it. A worker without a
 // share has index -1.
 struct Start {

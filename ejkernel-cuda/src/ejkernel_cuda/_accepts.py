@@ -94,3 +94,6 @@ ACCEPTS_CUDNN: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Operation -> fields."""
+
+ACCEPTS_PREFILL = ("value_pages", "sinks", "layout", "key_heads", "causal", "window", "soft_cap", "precision", "return_lse")
+"""Fields of `paged_attention` that the kernel for many new tokens honours."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
-from ejkernel_cuda._accepts import ACCEPTS, ACCEPTS_CUDNN
+from ejkernel_cuda._accepts import ACCEPTS, ACCEPTS_CUDNN, ACCEPTS_PREFILL
 
 _VERSIONS = {"flash_attention": 2, "paged_attention": 2, "paged_cache_update": 2, "rms_norm": 2}
 """Versions of operations whose stored timings a change has made meaningless."""
@@ -39,6 +39,22 @@ def _cudnn(operation: str, phase: Phase) -> Implementation:
         supports=f"{package}.capability:supports_{phase}",
         accepts=ACCEPTS_CUDNN[operation],
         priority=-1,  # behind this platform's own kernels
+    )
+
+
+def _prefill() -> Implementation:
+    """`paged_attention` for many new tokens: `paged_prefill/{kernel,capability,config}.py`."""
+    package = "ejkernel_cuda.paged_prefill"
+    return Implementation(
+        operation="paged_attention",
+        phase="forward",
+        variant="prefill",
+        backends=("gpu",),
+        target=f"{package}.kernel:forward",
+        supports=f"{package}.capability:supports_forward",
+        configs=f"{package}.config:FORWARD",
+        accepts=ACCEPTS_PREFILL,
+        priority=-1,  # behind the kernel for decoding
     )
 
 
@@ -77,6 +93,7 @@ HANDLERS = (
     "layer_norm_backward",
     "paged_attention_forward",
     "paged_cache_update_forward",
+    "paged_prefill_forward",
     "qk_norm_rope_forward",
     "qk_norm_rope_backward",
     "qk_norm_rope_angle_gradients",
@@ -102,6 +119,7 @@ def ejkernel_plugin() -> Plugin:
         implementations=(
             *(_implementation(name, phase) for name, phases in _OPERATIONS.items() for phase in phases),
             *(_cudnn(name, phase) for name, phases in _CUDNN.items() for phase in phases),
+            _prefill(),
             _by_flash_attention(_implementation("flash_attention", "forward")),
             *(_by_flash_attention(_cudnn("flash_attention", phase)) for phase in ("forward", "backward")),
         ),

@@ -24,6 +24,7 @@ struct PageTensorMap {
   int64_t extent[4];  // of the axes after the row, which has 128 bytes
   int64_t stride[4];  // bytes
   int box[2];         // of the first two axes; 1 along the others
+  int64_t columns;    // elements of two bytes of a row; loads of whole rows need none
 };
 
 using Mbarrier = uint64_t;
@@ -312,6 +313,29 @@ inline void tma_load_pages(void* to, const PageTensorMap& map, Mbarrier* barrier
       }
       for (int chunk = 0; chunk < kAtomRowBytes / 16; ++chunk)
         std::memcpy(shared + swizzled_offset(row, chunk), from + chunk * 16, 16);
+    }
+  });
+}
+
+inline void tma_load_pages(void* to, const PageTensorMap& map, Mbarrier* barrier, int column, int second, int third, int fourth,
+                           int fifth) {
+  char* shared = static_cast<char*>(to);
+  const std::array<int, 4> first{second, third, fourth, fifth};
+  const int rows = map.box[0] * map.box[1];
+  if ((shared - host::memory()) % 1024) host::fail("a TMA box is not aligned to 1024 bytes");
+  host::begin_load(shared, rows * kAtomRowBytes, barrier, [=] {
+    for (int row = 0; row < rows; ++row) {
+      const char* from = map.data;
+      bool inside = true;
+      for (int axis = 0; axis < 4; ++axis) {
+        const int64_t at = first[axis] + (axis == 0 ? row % map.box[0] : axis == 1 ? row / map.box[0] : 0);
+        inside &= at >= 0 && at < map.extent[axis];
+        from += at * map.stride[axis];
+      }
+      for (int i = 0; i < kAtomRowBytes / 2; ++i) {
+        char* const element = shared + swizzled_offset(row, i / 8) + i % 8 * 2;
+        inside && column + i < map.columns ? std::memcpy(element, from + (column + i) * 2, 2) : std::memset(element, 0, 2);
+      }
     }
   });
 }

@@ -24,6 +24,7 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "q_blocksize",
         "kv_blocksize",
         "mask_builder",
+        "per_head_tiles",
     ),
     "causal_conv1d": (
         "bias",
@@ -103,6 +104,7 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "scale_offset",
         "offset",
     ),
+    "lightning_indexer": ("key_scale",),
     "linear_recurrence": (
         "g",
         "g_gamma",
@@ -113,6 +115,7 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "scale",
         "reverse",
         "return_state",
+        "transposed_state",
         "precision",
     ),
     "mean_pooling": ("cu_seqlens",),
@@ -153,6 +156,8 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
     ),
     "quantized_matmul": (
         "zeros",
+        "group_sizes",
+        "group_offset",
         "transpose",
         "mode",
         "bits",

@@ -191,7 +191,8 @@ def traced_call(
         with _one_at_a_time:
             return _interpreted(kernel, arguments, outputs, grid, input_output_aliases, constants)
 
-    return jax.pure_callback(host, shapes, *arrays)
+    # Under a mesh the results of one callback after another are on one device for XLA, which JAX cannot read from a program's.
+    return jax.lax.optimization_barrier(jax.pure_callback(host, shapes, *arrays))
 
 
 def _interpreted(

@@ -46,6 +46,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("grouped_matmul"),
             _implementation("latent_paged_attention", "forward"),
             *_both_phases("layer_norm"),
+            _implementation("lightning_indexer", "forward"),
             *_both_phases("linear_recurrence"),
             *_both_phases("mean_pooling"),
             *_both_phases("moe_permute"),

@@ -29,6 +29,7 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "q_blocksize",
         "kv_blocksize",
         "mask_builder",
+        "per_head_tiles",
     ),
     "causal_conv1d": (
         "bias",
@@ -122,6 +123,7 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "scale_offset",
         "offset",
     ),
+    "lightning_indexer": ("key_scale",),
     "linear_cross_entropy": (
         "head_bias",
         "weights",
@@ -142,6 +144,7 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "scale",
         "reverse",
         "return_state",
+        "transposed_state",
         "precision",
     ),
     "mean_pooling": ("cu_seqlens",),
@@ -193,6 +196,8 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
     ),
     "quantized_matmul": (
         "zeros",
+        "group_sizes",
+        "group_offset",
         "transpose",
         "mode",
         "bits",

@@ -51,6 +51,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("kl_divergence", configs="ejkernel_xla._vocabulary:CONFIGS"),
             *_both_phases("latent_paged_attention", configs="ejkernel_xla.latent_paged_attention.kernel:CONFIGS"),
             *_both_phases("layer_norm"),
+            *_phases("lightning_indexer", ("forward",)),
             *_both_phases("linear_cross_entropy", configs="ejkernel_xla.linear_cross_entropy.kernel:CONFIGS"),
             *_both_phases("linear_recurrence", configs="ejkernel_xla.linear_recurrence.config:{phase}"),
             *_both_phases("mean_pooling"),

@@ -12,6 +12,7 @@ import pytest
 
 from ejkernel_train import data, report
 from ejkernel_train.config import MODELS, TrainConfig
+from ejkernel_train.operations import choose
 from ejkernel_train.sharding import Layout, spec_of
 from ejkernel_train.step import initialise, split
 
@@ -38,6 +39,53 @@ def build(model: str, kernels: str = "ejkernel", mesh: str = "") -> report.Build
 @pytest.mark.parametrize(("model", "kernels"), BUILDS)
 def test_losses_are_those_of_one_device(model: str, kernels: str):
     np.testing.assert_allclose(build(model, kernels, MESH).losses, build(model).losses, atol=1e-4, rtol=0)
+
+
+EXPERTS = "fsdp=2,expert=2,tensor=2"
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize("mesh", [EXPERTS, "expert=4"])
+@pytest.mark.parametrize("kernels", ["ejkernel", "plain"])
+def test_experts_on_devices_have_the_losses_of_one_device(kernels: str, mesh: str):
+    """The fourth loss is of parameters that three gradients moved."""
+    np.testing.assert_allclose(build("moe", kernels, mesh).losses, build("moe").losses, atol=1e-4, rtol=0)
+
+
+def gradients(mesh: str):
+    config = dataclasses.replace(TINY, model="moe", mesh=mesh)
+    state, layout = initialise(config), Layout.parse(mesh)
+    window = data.batch(data.load(), 0, 0, config.batch, config.length)
+    run = jax.jit(
+        jax.grad(lambda model: model.loss(window, choose("ejkernel", ()), "float32", layout, remat="none", unroll=False)),
+        in_shardings=None if layout.mesh is None else (layout.shardings(state.model),),
+    )
+    return run(state.model)
+
+
+@pytest.mark.unsampled
+def test_experts_on_devices_have_the_gradients_of_one_device():
+    for (path, found), wanted in zip(
+        jax.tree_util.tree_leaves_with_path(gradients(EXPERTS)), jax.tree.leaves(gradients("")), strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, atol=2e-5, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.unsampled
+def test_tokens_are_gathered_for_experts_and_their_sums_scattered():
+    """Once each in the loop's one block, forward; backward, the other way round. A device has 96 tokens, four have 384."""
+    found = report.collectives(build("moe", "ejkernel", "expert=4").compiled.program)
+    moved = Counter((one.kind, result) for one in found for result in one.results if result[1][-1:] == (64,))
+    assert moved["all-gather", ("f32", (384, 64))] == 2
+    assert moved["reduce-scatter", ("f32", (96, 64))] == 2
+    assert {one.kind for one in found} == {"all-gather", "all-reduce", "reduce-scatter"}
+
+
+def test_experts_are_on_different_devices():
+    gate = build("moe", "ejkernel", "expert=4").state.model.blocks[0].feed_forward.gate
+    assert gate.shape[1] == 4 and gate.addressable_shards[0].data.shape[1] == 1
+    with pytest.raises(ValueError, match="--mesh has expert=8; make it a divisor of the model's 4 experts"):
+        build("moe", "ejkernel", "expert=8")
 
 
 def parameters_in_use(model: str) -> set[tuple[int, ...]]:
@@ -109,5 +157,5 @@ def test_parameters_and_moments_are_split():
 
 
 def test_axes_that_are_left_out_have_one_device():
-    assert dict(Layout.parse("fsdp=4").mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 1}
+    assert dict(Layout.parse("fsdp=4").mesh.shape) == {"data": 1, "fsdp": 4, "expert": 1, "tensor": 1}
     assert Layout.parse("").mesh is None

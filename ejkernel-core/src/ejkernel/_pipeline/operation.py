@@ -6,10 +6,12 @@ every JAX transformation, whatever platform runs it.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -81,6 +83,9 @@ class Operation(Contract):
             if explanation.capturing():
                 raise explanation.Captured(invocation.explain(arrays))
             self.check_values(arrays)
+            if (run := _run_by.get()) is not None:
+                # One program, also inside a shard_map that is not compiled itself.
+                return jax.jit(functools.partial(_bound_and_run, invocation, run=run))(dict(arrays))
             return _invoke(invocation, dict(arrays))
         except TypeError as error:
             _refuse_foreign(arrays, error)
@@ -124,11 +129,28 @@ class _Invocation:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _invoke(invocation: _Invocation, arrays: dict[str, Any]) -> Any:
+    return _bound_and_run(invocation, arrays, invocation.operation.run)
+
+
+def _bound_and_run(invocation: _Invocation, arrays: dict[str, Any], run: Callable[[Request, Any], Any]) -> Any:
     bound, request = invocation.bind(arrays)
-    outputs = invocation.operation.run(request, bound.inputs)
+    outputs = run(request, bound.inputs)
     if typecheck.on():
         typecheck.check_records(bound.inputs, outputs)
     return bound.finish(outputs)
+
+
+_run_by: contextvars.ContextVar[Callable[[Request, Any], Any] | None] = contextvars.ContextVar("ejkernel_run_by", default=None)
+
+
+@contextlib.contextmanager
+def run_by(run: Callable[[Request, Any], Any]) -> Generator[None]:
+    """Inside the `with` block `run(request, inputs) -> outputs` takes the place of `Operation.run` in every public call."""
+    token = _run_by.set(run)
+    try:
+        yield
+    finally:
+        _run_by.reset(token)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

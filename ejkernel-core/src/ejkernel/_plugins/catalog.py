@@ -22,6 +22,7 @@ OPERATIONS: Mapping[str, str] = {
         "kl_divergence",
         "latent_paged_attention",
         "layer_norm",
+        "lightning_indexer",
         "linear_cross_entropy",
         "linear_recurrence",
         "mean_pooling",
@@ -150,6 +151,7 @@ HELPERS = (
     "moe_load_balancing_loss",
     "moe_z_loss",
     "reduce_scatter_matmul",
+    "sequence_parallel",
     "zigzag_shard",
     "zigzag_unshard",
 )

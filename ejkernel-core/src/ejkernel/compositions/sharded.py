@@ -183,7 +183,8 @@ def _specs_of(plan: Plan, name: str, value: Any) -> Any:
     if name == "dropout_streams":
         return PartitionSpec(plan.split.batch or None, plan.split.heads or None)
     if name in ("query_lengths", "key_lengths", "key_tiles", "full_tiles"):
-        return PartitionSpec(plan.split.batch if plan.split.batch and value.shape[0] != 1 else None)
+        batch = plan.split.batch if plan.split.batch and value.shape[0] != 1 else None
+        return PartitionSpec(batch, *((plan.split.heads or None,) if len(value.shape) == 4 else ()))
     if name == "softmax_aux":
         return PartitionSpec(plan.split.heads if plan.split.heads and value.shape[0] != 1 else None)
     if name in ("mask", "bias"):

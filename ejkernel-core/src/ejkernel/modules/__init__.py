@@ -118,6 +118,7 @@ from ejkernel.modules.rotary import (
 )
 from ejkernel.modules.rotary_embedding import LlamaRotaryEmbedding
 from ejkernel.modules.sampling import SampleTokens, sample_tokens
+from ejkernel.modules.sequence_parallel import sequence_parallel
 from ejkernel.modules.serving import RaggedPageAttentionv2, UnifiedAttention, ragged_page_attention_v2, unified_attention
 from ejkernel.modules.serving_decode import DecodeAttention, RaggedDecodeAttention, decode_attention, ragged_decode_attention
 from ejkernel.modules.serving_pages import PageAttention, PrefillPageAttention, page_attention, prefill_page_attention
@@ -290,6 +291,7 @@ __all__ = [
     "sample_tokens",
     "scaled_dot_product_attention",
     "scaled_matmul",
+    "sequence_parallel",
     "softmax",
     "state_space_v1",
     "state_space_v2",

@@ -158,9 +158,9 @@ def _one_layout(layouts: Any, queries: int, **others: Any) -> BlockSparseLayout:
         if given is not None:
             raise invalid(name, "given beside qkv_layouts", "None", remedy="build the layout with it: a layout holds its mask")
     blocks = -(-queries // layout.q_blocksize)
-    if layout.key_tiles.shape[1] != blocks:
+    if layout.key_tiles.shape[-2] != blocks:
         raise invalid(
-            "qkv_layouts", f"a layout of {layout.key_tiles.shape[1]} blocks of queries", f"{blocks} for T = {queries}"
+            "qkv_layouts", f"a layout of {layout.key_tiles.shape[-2]} blocks of queries", f"{blocks} for T = {queries}"
         )
     return layout
 

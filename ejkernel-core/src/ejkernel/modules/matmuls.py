@@ -103,17 +103,21 @@ def quantized_matmul(
     allow_dense_fallback: bool | None = None,
     strict_fuse: bool | None = None,
     tpu_path: t.TpuPath | None = None,
+    group_sizes: t.GroupSizes | None = None,
+    group_offset: t.GroupOffset | None = None,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
 ) -> t.BatchedProduct:
     """Product with weights of a few bits: `x @ W`, or `x @ W.T` with transpose, `W = dequantize(w, scales, zeros)`.
 
-    W is unpacked tile by tile in float32 and rounded to the dtype of x; products are summed in float32.
+    W is unpacked tile by tile in float32 and rounded to the dtype of x; products are summed in float32. With group_sizes, w holds
+    G matrices, and consecutive rows of x are multiplied by one each, as by `grouped_matmul`: experts with quantized weights.
 
     Args:
-        x: `[..., K]`, any number of axes, float32, bfloat16 or float16.
+        x: `[..., K]`, any number of axes, float32, bfloat16 or float16; `[M,K]` beside group_sizes.
         w: uint32 `[K, words]`, as `ejkernel.quantization.quantize` packs a matrix `[K,N]`; with transpose `[N, words]`, from
-            `[N,K]`. Groups run along the last axis: along N, or along K with transpose.
+            `[N,K]`. Groups run along the last axis: along N, or along K with transpose. `[G, ...]` beside group_sizes, as quantize
+            packs matrices `[G,K,N]`; so are scales and zeros.
         scales: `[K, N / group_size]`, or `[N, K / group_size]` with transpose; as quantize returns them.
         zeros: like scales for affine, else None.
         transpose: w holds `[N,K]`.
@@ -125,14 +129,19 @@ def quantized_matmul(
         allow_dense_fallback: a hint; no kernel here forms all of W first.
         strict_fuse: a hint; not True together with allow_dense_fallback=True.
         tpu_path: a hint: None, "hybrid", "packed" or "predecode".
+        group_sizes: integers `[G]`, >= 0, sum at most M, rows of x for each matrix; may be traced. `[S]` with S >= G beside
+            group_offset. None: one matrix for all rows.
+        group_offset: integer, may be traced: w holds the matrices of the groups from this one on; None = 0.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
 
     Returns:
-        `[..., N]`, like x. Differentiable in x, and in scales and zeros of affine and nf4.
+        `[..., N]`, like x; 0 for rows without a matrix, past the sum of the sizes or of groups held elsewhere. Differentiable in x,
+        and in scales and zeros of affine and nf4; such rows take no part, whatever x holds there.
 
     Raises:
-        ValueError: shapes do not belong together, or a value is not one of these.
+        ValueError: shapes do not belong together, a value is not one of these, or group_sizes (if concrete) are negative or sum
+            to more than M.
         TypeError: a dtype or type does not fit.
         NoKernelError: no admitted platform supports the call.
 
@@ -140,7 +149,14 @@ def quantized_matmul(
     """
     _check_hints(fuse, use_best_config, allow_dense_fallback, strict_fuse, tpu_path)
     return _QUANTIZED_MATMUL.invoke(
-        {"x": x, "w": w, "scales": scales, "zeros": zeros},
+        {
+            "x": x,
+            "w": w,
+            "scales": scales,
+            "zeros": zeros,
+            "group_sizes": group_sizes,
+            "group_offset": group_offset,
+        },
         {"transpose": transpose, "mode": mode, "bits": bits, "group_size": group_size},
         platform=platform,
         cfg=cfg,

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from ejkernel import typing as t
 from ejkernel._dispatch.explanation import capturing
@@ -15,9 +16,10 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.common.pages import check_row_lengths
 from ejkernel.operations.flash_attention import bind
-from ejkernel.operations.sparse_latent_attention.forms import chosen_tokens
+from ejkernel.operations.lightning_indexer.interface import FLOAT8
+from ejkernel.operations.lightning_indexer.interface import OPERATION as _INDEXER
 from ejkernel.operations.sparse_latent_attention.interface import OPERATION as _SPARSE_LATENT
-from ejkernel.utils.checks import check_compute, check_shape
+from ejkernel.utils.checks import check_array, check_compute, check_shape
 from ejkernel.utils.dtypes import accumulator
 from ejkernel.utils.tracing import is_traced
 
@@ -42,6 +44,7 @@ def deepseek_attn(
     index_softmax_scale: t.Scalar | None = None,
     causal: t.Flag = True,
     kv_lens: t.RowLengths | None = None,
+    key_index_scale: t.IndexKeyScales | None = None,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
     mesh: t.Mesh | None = None,
@@ -62,8 +65,8 @@ def deepseek_attn(
         key_value: latents `[B, T, r]`; or a cache `[B, S, r]` with kv_lens, of which the last tokens in use are those of the query.
         w_kc: `[r, K, d_nope]`; query head h reads key head `h // (H // K)`.
         w_vc: `[r, K, V]`.
-        query_index: `[B, T, I, E]`.
-        key_index: `[B, T, E]`, or `[B, S, E]`.
+        query_index: `[B, T, I, E]`; float8_e4m3fn too, where index_weights are multiplied by what it was divided by.
+        key_index: `[B, T, E]`, or `[B, S, E]`, in query_index's dtype.
         index_weights: `[B, T, I]`.
         b_q: rope part of the queries `[B, T, H, d_rope]`, or `[B, T, d_rope]` shared by the heads. Needs b_k.
         b_k: rope part of the keys `[B, T, d_rope]`, or `[B, S, d_rope]`, shared by the heads.
@@ -74,10 +77,12 @@ def deepseek_attn(
         kv_lens: int `[B]`, for decoding: tokens of each row in its cache, the T new ones included. Query t is token
             `kv_lens - T + t`; what stands in the cache after the tokens in use is not read. One new token reads index_topk latents
             of its cache and the indexer's keys, nothing else. None: the S = T tokens are those of the queries.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
+        key_index_scale: factor on the scores of each token, `[B, T]` or `[B, S]`: what its key_index was divided by. None = 1.
+        platform: None or "auto", one platform, or several in order of preference; of the indexer too.
+        cfg: config override for the chosen implementation of the attention.
         mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split (w_kc and w_vc along K, or whole for K = 1).
-        in_specs: one PartitionSpec or None for each array up to b_k, in order; kv_lens is split as the rows of query are.
+        in_specs: one PartitionSpec or None for each array up to b_k, in order; kv_lens and
+            key_index_scale are split as the rows of query are.
         out_specs: PartitionSpec of the result.
 
     Returns:
@@ -101,25 +106,33 @@ def deepseek_attn(
         "b_q": b_q,
         "b_k": b_k,
         "kv_lens": kv_lens,
+        "key_index_scale": key_index_scale,
     }
     _check(arrays)
-    index_scale = query_index.shape[3] ** -0.5
     if index_softmax_scale is not None and not is_traced(index_softmax_scale):  # a positive factor chooses the same tokens
         index_scale = bind.as_number("index_softmax_scale", index_softmax_scale)
-    if index_scale <= 0:
-        raise invalid("index_softmax_scale", index_scale, "a value > 0")
+        if index_scale <= 0:
+            raise invalid("index_softmax_scale", index_scale, "a value > 0")
     size = w_kc.shape[2] + (0 if b_k is None else b_k.shape[2])
     options = {
         "count": min(bind.as_count("index_topk", index_topk, 1), key_value.shape[1]),
         "scale": softmax_scale if is_traced(softmax_scale) else bind.as_scale(softmax_scale, size),
-        "index_scale": index_scale,
         "causal": bind.as_flag("causal", causal),
         "platform": platform,
         "cfg": cfg,
     }
     if kv_lens is not None:
         in_specs = with_rows(in_specs, _POSITIONAL)
-    return over_mesh(_attend, arrays, options, positional=_WITH_LENGTHS, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return over_mesh(
+        _attend,
+        arrays,
+        options,
+        positional=_WITH_LENGTHS,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        derived=lambda _, specs: {"key_index_scale": P((*specs["query"], None)[0])},
+    )
 
 
 def _attend(
@@ -134,9 +147,9 @@ def _attend(
     b_q: Any,
     b_k: Any,
     kv_lens: Any,
+    key_index_scale: Any,
     count: int,
     scale: Any,
-    index_scale: float,
     causal: bool,
     platform: Any,
     cfg: Any,
@@ -153,7 +166,14 @@ def _attend(
         described = {name: jax.ShapeDtypeStruct(shape, query.dtype) for name, shape in shapes.items()}
         described["token_indices"] = jax.ShapeDtypeStruct((*query.shape[:2], count), jnp.int32)
         return _SPARSE_LATENT.invoke(described, options, platform=platform, cfg=cfg)
-    tokens = chosen_tokens(query_index, key_index, index_weights, kv_lens, count=count, scale=index_scale, causal=causal)
+    indexer = {
+        "query": query_index,
+        "key": key_index,
+        "weights": index_weights,
+        "kv_lens": kv_lens,
+        "key_scale": key_index_scale,
+    }
+    tokens = _INDEXER.invoke(indexer, {"k": count, "causal": causal}, platform=platform)
     if kv_lens is not None and query.shape[1] == 1:
         key_value, b_k, tokens = _read(key_value, b_k, tokens)
     latent_query, latents = _absorbed(query, key_value, w_kc, b_q, b_k)
@@ -197,7 +217,8 @@ def _per_key_head(equation: str, x: Any, weight: Any) -> Any:
 
 def _check(arrays: dict[str, Any]) -> None:
     for name, rank in zip(_POSITIONAL[:7], (4, 3, 3, 3, 4, 3, 3), strict=True):
-        check_compute(name, arrays[name], ndim=rank)
+        stored = name in ("query_index", "key_index") and getattr(arrays[name], "dtype", None) == FLOAT8
+        (check_array if stored else check_compute)(name, arrays[name], ndim=rank)
     query, b_q, b_k = arrays["query"], arrays["b_q"], arrays["b_k"]
     batch, length, heads, size = query.shape
     rank, key_heads, nope = arrays["w_kc"].shape
@@ -220,6 +241,9 @@ def _check(arrays: dict[str, Any]) -> None:
     check_shape("query_index", arrays["query_index"], (batch, length, index_heads, index_size), "[B,T,I,E]")
     check_shape("key_index", arrays["key_index"], (batch, tokens, index_size), f"[B,{keys},E]")
     check_shape("index_weights", arrays["index_weights"], (batch, length, index_heads), "[B,T,I]")
+    if arrays["key_index_scale"] is not None:
+        check_compute("key_index_scale", arrays["key_index_scale"], ndim=2)
+        check_shape("key_index_scale", arrays["key_index_scale"], (batch, tokens), f"[B,{keys}]")
     rope = 0
     if b_k is not None:
         check_compute("b_k", b_k, ndim=3)

@@ -269,10 +269,11 @@ def _ssd(
         key,
         (x.astype(wide) * steps[..., None]).astype(x.dtype),
         decay,
-        initial_state=None if initial_state is None else jnp.swapaxes(initial_state, 2, 3),
+        initial_state=initial_state,
         cu_seqlens=cu_seqlens,
         scale=1.0,
         return_state=True,
+        transposed_state=True,
         precision=precision,
     )
 
@@ -283,7 +284,7 @@ def _ssd(
             out = (out.astype(wide) + x.astype(wide) * skip[None, None]).astype(x.dtype)
         shape = batch, length, heads * channels
         # A mesh has no rule for a reshape of nothing.
-        return out.reshape(shape) if channels else jnp.zeros(shape, out.dtype), jnp.swapaxes(state, 2, 3)
+        return out.reshape(shape) if channels else jnp.zeros(shape, out.dtype), state
 
     return Bound(bound.call, bound.inputs, finish)
 

@@ -22,17 +22,17 @@ MAX_WINDOW = 2**30
 QUERY_PACK = 4
 
 
-def _strides(shape: tuple[int, ...], layout: str) -> PageStrides:
+def strides(shape: tuple[int, ...], layout: str) -> PageStrides:
     """Strides of a canonical shape; all batch members share a batch of one."""
     found = PageStrides.of(shape, layout)
     return found if shape[0] > 1 else found._replace(batch=0)
 
 
-def _factors(factors: Any) -> Any:
-    return jnp.zeros((1, 0), jnp.float32) if factors is None else factors.astype(jnp.float32)
+def factors(given: Any) -> Any:
+    return jnp.zeros((1, 0), jnp.float32) if given is None else given.astype(jnp.float32)
 
 
-def _combined_sinks(sinks: Any) -> Any:
+def combined_sinks(sinks: Any) -> Any:
     """Sinks `[1|b, H, n]` combined into one per head, `[1|b, H]`."""
     if sinks is None or sinks.shape[2] == 0:
         return None
@@ -48,8 +48,8 @@ def _pad_query(query: Any) -> Any:
 def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: PagedAttentionConfig) -> PagedAttentionOutputs:
     rows = call.query.shape[:3]
     pages, fused = call.pages, call.value_pages is None
-    key = _strides(call.key_pages.shape, call.layout)
-    value = key if call.value_pages is None else _strides(call.value_pages.shape, call.layout)
+    key = strides(call.key_pages.shape, call.layout)
+    value = key if call.value_pages is None else strides(call.value_pages.shape, call.layout)
     save_lse, partial = call.return_lse or call.save_residuals, partial_shape(call, config)
     shapes = (
         ((*rows, call.value_size), inputs.query.dtype),
@@ -65,9 +65,9 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Page
         inputs.query_start_loc,
         inputs.kv_lens,
         inputs.block_tables,
-        _factors(_combined_sinks(inputs.sinks)),
-        _factors(inputs.key_scale),
-        _factors(inputs.value_scale),
+        factors(combined_sinks(inputs.sinks)),
+        factors(inputs.key_scale),
+        factors(inputs.value_scale),
         key_strides=np.array(key[:4], np.int64),
         value_strides=np.array(value[:4], np.int64),
         first_value=np.int64(value.first_value),

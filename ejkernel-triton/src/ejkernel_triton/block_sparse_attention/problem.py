@@ -49,7 +49,8 @@ def dense_call_of(call: BlockSparseAttentionCall) -> FlashAttentionCall:
     positions = (spec for spec in (call.query_positions, call.key_positions) if call.mask_builder is not None)
     lists = None if walks_lists(call) else call.key_tiles
     batch = max(given[0], *(1 if spec is None else spec.shape[0] for spec in (*positions, lists)))
-    return dataclasses.replace(dense, mask=ArraySpec((batch, given[1], call.query.shape[1], call.key.shape[1]), "bool"))
+    heads = max(given[1], lists.shape[1] if lists is not None and call.per_head_tiles else 1)
+    return dataclasses.replace(dense, mask=ArraySpec((batch, heads, call.query.shape[1], call.key.shape[1]), "bool"))
 
 
 def dense_problem(
@@ -68,12 +69,12 @@ def dense_problem(
         whole = (jnp.arange(-(-length // block)) < length // block for length, block in zip(lengths, blocks, strict=True))
         whole_queries, whole_keys = whole
         # Tiles at an end of an array are masked: the others are read without a look at bounds.
-        every = every & whole_queries[None, :, None] & whole_keys[None, None]
+        every = every & whole_queries[None, None, :, None] & whole_keys[None, None, None]
         if by_key:
-            some, every, blocks = jnp.swapaxes(some, 1, 2), jnp.swapaxes(every, 1, 2), blocks[::-1]
+            some, every, blocks = jnp.swapaxes(some, 2, 3), jnp.swapaxes(every, 2, 3), blocks[::-1]
         own, length = (block_k, lengths[1]) if by_key else (block_q, lengths[0])
-        table = jnp.repeat(_table(some, every, blocks[1]), blocks[0] // own, axis=1)
-        return table[:, : -(-length // own)], blocks[1]
+        table = jnp.repeat(_table(some, every, blocks[1]), blocks[0] // own, axis=2)
+        return table[:, :, : -(-length // own)], blocks[1]
 
     return dense_call, dense, lists
 
@@ -88,29 +89,33 @@ def _table(some: Any, every: Any, block: int) -> Any:
 
 
 def _listed_maps(call: BlockSparseAttentionCall, inputs: BlockSparseAttentionInputs) -> tuple[Any, Any]:
-    """The caller's lists as maps: the visited tiles, and those without a hidden pair."""
+    """The caller's lists as maps `[b, 1 or h, n, m]`: the visited tiles, and those without a hidden pair."""
+    key_tiles, full_tiles = inputs.key_tiles, inputs.full_tiles
+    if not call.per_head_tiles:
+        key_tiles, full_tiles = key_tiles[:, None], None if full_tiles is None else full_tiles[:, None]
     tiles = -(-call.key.shape[1] // call.blocks[1])
-    some = mapped(TileLists(inputs.key_tiles, None), tiles)
-    if inputs.full_tiles is None:
+    some = mapped(TileLists(key_tiles, None), tiles)
+    if full_tiles is None:
         return some, jnp.zeros_like(some)
-    partial = jnp.where(inputs.full_tiles, -1, inputs.key_tiles)
-    return some, ~(partial[..., None] == jnp.arange(tiles, dtype=jnp.int32)[None, None, None]).any(-2)
+    partial = jnp.where(full_tiles, -1, key_tiles)
+    return some, ~(partial[..., None] == jnp.arange(tiles, dtype=jnp.int32)[None, None, None, None]).any(-2)
 
 
 def _maps(call: FlashAttentionCall, inputs: FlashAttentionInputs, block_q: int, block_k: int) -> tuple[Any, Any]:
-    """Of the masks: tiles with a visible pair, and tiles with visible pairs only."""
+    """Of the masks `[b, 1 or h, n, m]`: tiles with a visible pair, and tiles with visible pairs only."""
     if call.mask is None:
-        return tile_map(call, inputs, None, block_q, block_k)
+        some, every = tile_map(call, inputs, None, block_q, block_k)
+        return some[:, None], every[:, None]
     seen = pairs.visible(call, inputs, jnp)
     batch, heads, queries, keys = seen.shape
     seen = jnp.pad(seen, ((0, 0), (0, 0), (0, -queries % block_q), (0, -keys % block_k)))
     seen = seen.reshape(batch, heads, -(-queries // block_q), block_q, -(-keys // block_k), block_k)
-    return seen.any((1, 3, 5)), seen.all((1, 3, 5))
+    return seen.any((3, 5)), seen.all((3, 5))
 
 
 def _pairs_of(tiles: Any, blocks: tuple[int, int]) -> Any:
-    """A map of tiles `[b, n, m]` as a mask of pairs `[b, 1, t, s]`."""
-    return jnp.repeat(jnp.repeat(tiles[:, None], blocks[0], 2), blocks[1], 3)
+    """A map of tiles `[b, h, n, m]` as a mask of pairs `[b, h, t, s]`."""
+    return jnp.repeat(jnp.repeat(tiles, blocks[0], 2), blocks[1], 3)
 
 
 def _mask(call: BlockSparseAttentionCall, inputs: BlockSparseAttentionInputs, shape: tuple[int, ...]) -> Any:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.delta_rule.tiles import first_token, inverse_length, load_state, sequence_of, squares_of, store_state
-from ejkernel_triton.linear_recurrence.repair import is_finite
+from ejkernel_triton.linear_recurrence.recurrent import is_finite
 from ejkernel_triton.linear_recurrence.tiles import MIN_LOG, load_vector, vector_at
 
 
@@ -37,7 +37,7 @@ def recurrent_kernel(
     REPAIR: tl.constexpr,
 ):
     """INITIAL, FINAL: whether there are states before sequences, and whether those after them are wanted. REPAIR: p_found has the
-    outputs, which p_out aliases, and only sequences whose last one is not finite are walked, see `linear_recurrence.repair`."""
+    outputs, which p_out aliases, and only sequences whose last one is not finite are walked, see `linear_recurrence.recurrent`."""
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
     members = sequences + 1 if R.packed else sequences
     i_block = tl.program_id(0) % BLOCKS

@@ -203,13 +203,17 @@ def key_gradient_kernel(
     )
     p_list = p_ranges
     if R.ranges > 0:
-        low, full_low, full_high, high, p_list = load_range(p_ranges, i_batch, blocks, i_block, queries, R)
+        i_head = i_key_head * R.group
+        low, full_low, full_high, high, p_list = load_range(p_ranges, i_batch, i_head, blocks, i_block, queries, R)
     else:
         last = tl.minimum(i_first + BLOCK_K, keys) - 1
         low, full_low, full_high, high = query_range(i_first, last, queries, BLOCK_Q, R)
 
     state = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_V], tl.float32))
     for i_member in range(R.group):
+        if R.list_heads > 1:
+            i_head = i_key_head * R.group + i_member
+            low, full_low, full_high, high, p_list = load_range(p_ranges, i_batch, i_head, blocks, i_block, queries, R)
         state = add_query_head(
             state, i_batch, i_key_head * R.group + i_member, low, full_low, full_high, high, key, value, p_query, p_d_out,
             p_neg_lse, p_neg_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions,
@@ -219,6 +223,9 @@ def key_gradient_kernel(
         if any_nan(state[0]) | any_nan(state[1]):
             state = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_V], tl.float32))
             for i_member in range(R.group):
+                if R.list_heads > 1:
+                    i_head = i_key_head * R.group + i_member
+                    low, full_low, full_high, high, p_list = load_range(p_ranges, i_batch, i_head, blocks, i_block, queries, R)
                 state = add_query_head(
                     state, i_batch, i_key_head * R.group + i_member, low, full_low, full_high, high, key, value, p_query,
                     p_d_out, p_neg_lse, p_neg_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions,
@@ -355,7 +362,7 @@ def query_gradient_kernel(
         stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
     p_list = p_ranges
     if R.ranges > 0:
-        low, full_low, full_high, high, p_list = load_range(p_ranges, i_batch, blocks, i_block, keys, R)
+        low, full_low, full_high, high, p_list = load_range(p_ranges, i_batch, i_head, blocks, i_block, keys, R)
     else:
         last = tl.minimum(i_first + BLOCK_Q, queries) - 1
         low, full_low, full_high, high = key_range(i_first + R.offset, last + R.offset, keys, BLOCK_K, R)

@@ -191,7 +191,7 @@ def forward_kernel(
 
     p_list = p_ranges
     if R.ranges > 0:
-        low, full_low, full_high, high, p_list = load_range(p_ranges, i_batch, blocks, i_block, keys, R)
+        low, full_low, full_high, high, p_list = load_range(p_ranges, i_batch, i_head, blocks, i_block, keys, R)
     else:
         last = tl.minimum(i_first + BLOCK_Q, queries) - 1
         low, full_low, full_high, high = key_range(i_first + R.offset, last + R.offset, keys, BLOCK_K, R)

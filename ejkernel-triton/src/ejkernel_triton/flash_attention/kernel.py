@@ -125,6 +125,7 @@ def _visited(
         return dataclasses.replace(
             params,
             ranges=2 if stored.shape[0] > 1 else 1,
+            list_heads=stored.shape[1],
             list_block=list_block,
             masked_first=False,
             masked_first_by_key=False,

@@ -17,7 +17,7 @@ MAX_SPLIT_WIDTH = 256
 """Largest head size for bf16x6."""
 
 Lists = Callable[[int, int, bool], tuple[Any, int]]
-"""`(block_q, block_k, by_key)` to the visited tiles, int32 `[1 or b, blocks, 4 + n]`, and the tokens of a listed block.
+"""`(block_q, block_k, by_key)` to the visited tiles, int32 `[1 or b, 1 or h, blocks, 4 + n]`, and the tokens of a listed block.
 
 A row has the ends low, full_low, full_high, high, in tokens of the listed blocks, and then the list of up to n blocks. By queries,
 a row is a block of `block_q` queries that lists blocks of keys; by keys, one of `block_k` keys that lists blocks of queries."""
@@ -40,6 +40,7 @@ class MaskParams:
             member.
         bias, mask: `ABSENT`, or a bit set (1, 2, 4, 8) of the axes b, h, t, s along which the array is not broadcast.
         ranges: 0 if tile ranges follow from indices, else 1 or 2 as for positions: they are loaded.
+        list_heads: heads that have lists of their own, 1 if they share them.
         list_block: tokens of the blocks that a tile range lists; 0 if it has no list, as its tiles follow each other.
         masked_first, masked_first_by_key: whether masked tiles may precede full tiles, in the loop over keys and in the loop
             over queries.
@@ -98,6 +99,7 @@ class MaskParams:
     scale: float
     normalize: bool
     precision: str
+    list_heads: int = 1
     list_block: int = 0
 
 

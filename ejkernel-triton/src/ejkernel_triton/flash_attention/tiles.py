@@ -214,14 +214,16 @@ def round_to_blocks(low, full_low, full_high, high, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_range(p_ranges, i_batch, blocks, i_block, length, R: tl.constexpr):
+def load_range(p_ranges, i_batch, i_head, blocks, i_block, length, R: tl.constexpr):
     """Load a tile range that was computed from arrays before the launch, and the pointer to the list of blocks behind it.
 
     With `R.list_block` the range counts tokens of the listed blocks, one block behind the other.
     """
     i_row = i_block
     if R.ranges == 2:
-        i_row = i_batch * blocks + i_block
+        i_row += i_batch * R.list_heads * blocks
+    if R.list_heads > 1:
+        i_row += i_head * blocks
     stride = 4
     if R.list_block > 0:
         stride += tl.cdiv(length, R.list_block)

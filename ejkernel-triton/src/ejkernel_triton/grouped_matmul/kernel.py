@@ -413,43 +413,80 @@ def gradients_of_matrices(
     save = has_gradient(rhs)
     if not save and scale is None:
         return {}
-    batch, rows, _ = lhs.shape
     left, right = (grad, lhs) if call.transpose_rhs else (lhs, grad)
     shared = rhs.shape[0] == 1 and (scale is None or scale.shape[0] == 1)
-    members = 1 if shared else batch
-    lefts, rights = -(-left.shape[2] // tile.block_m), -(-right.shape[2] // tile.block_n)
-    partials = rights if call.transpose_rhs else lefts
+    members = 1 if shared else lhs.shape[0]
     dtype = rhs.dtype if members == rhs.shape[0] else jnp.float32
+    out, partial = outer_products(
+        left,
+        right,
+        bounds,
+        tile,
+        dtype if save else None,
+        call.precision,
+        members=members,
+        transposed=call.transpose_rhs,
+        rhs=rhs,
+        scale=scale,
+    )
+    found = {"rhs": gradient_like(rhs, out)} if save else {}
+    if scale is not None:
+        found["rhs_scale"] = gradient_like(scale, jnp.sum(partial, axis=2))
+    return found
+
+
+def outer_products(
+    left: Any,
+    right: Any,
+    bounds: Any,
+    tile: Tile,
+    dtype: Any,
+    precision: str | None,
+    *,
+    members: int,
+    transposed: bool = False,
+    rhs: Any = None,
+    scale: Any = None,
+) -> tuple[Any, Any]:
+    """`left' . right * scale` over the rows of every matrix, `[members, g, left, right]`, and partial sums of the scale's gradient.
+
+    Args:
+        left, right: `[b, m, left]` and `[b, m, right]`, in the dtype of the products.
+        bounds: `[b, g + 1]`, as `bounds_of` makes them.
+        dtype: of the product; None = only the partial sums.
+        members: b, or 1 for sums over the batch.
+        transposed, rhs, scale: as in the kernel; without a scale there are no partial sums.
+    """
+    batch, rows, matrices = *left.shape[:2], bounds.shape[1] - 1
+    lefts, rights = -(-left.shape[2] // tile.block_m), -(-right.shape[2] // tile.block_n)
+    partials, columns = (rights, left.shape[2]) if transposed else (lefts, right.shape[2])
     out, partial = call_kernel(
         grouped_outer_kernel,
-        (left, right, bounds, rhs, bounds if scale is None else scale, rows, rhs.shape[1]),
+        (left, right, bounds, bounds if rhs is None else rhs, bounds if scale is None else scale, rows, matrices),
         (
-            ((members, *rhs.shape[1:]), dtype) if save else ((1,), jnp.float32),
-            ((members, rhs.shape[1], partials, call.columns) if scale is not None else (1,), jnp.float32),
+            ((1,), jnp.float32) if dtype is None else ((members, matrices, left.shape[2], right.shape[2]), dtype),
+            ((1,) if scale is None else (members, matrices, partials, columns), jnp.float32),
         ),
-        grid=members * rhs.shape[1] * lefts * rights,
+        grid=members * matrices * lefts * rights,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         LEFT=left.shape[2],
         RIGHT=right.shape[2],
-        MEMBERS=batch if shared else 1,
-        MATRICES=_count(rhs),
+        MEMBERS=batch // members,
+        MATRICES=matrices if rhs is None else _count(rhs),
         SCALES=_count(scale),
         SCALE=0 if scale is None else scale.shape[2],
-        TRANSPOSED=call.transpose_rhs,
-        SAVE=save,
+        TRANSPOSED=transposed,
+        SAVE=dtype is not None,
         PARTIAL=scale is not None,
-        PRECISION=dot_precision(call.precision, lhs.dtype),
+        PRECISION=dot_precision(precision, left.dtype),
         BLOCK_M=tile.block_k,
         BLOCK_L=tile.block_m,
         BLOCK_R=tile.block_n,
         L2_SWIZZLE=tile.l2_swizzle,
         STAGES=tile.num_stages,
     )
-    found = {"rhs": gradient_like(rhs, out)} if save else {}
-    if scale is not None:
-        found["rhs_scale"] = gradient_like(scale, jnp.sum(partial, axis=2))
-    return found
+    return out, partial
 
 
 def _row_sums(grad: Any, bounds: Any, bias: Any) -> Any:

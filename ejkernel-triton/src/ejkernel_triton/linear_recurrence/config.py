@@ -19,7 +19,7 @@ from ejkernel_triton.linear_recurrence.params import WIDEST_VALUE, product_preci
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Attributes:
-    chunk_size: tokens between two states, a power of two.
+    chunk_size: tokens between two states, a power of two; 0 = token after token (forward without cu_seqlens only).
     segment_size: tokens of one program, a multiple of chunk_size; 0 = a whole sequence (forward without cu_seqlens only).
     block_v: value channels of one program's state; a power of two.
     num_warps: warps per program: 4, or 8 for a block_v of 128 and a chunk_size of 64, with decays per head.
@@ -36,10 +36,10 @@ class Config:
     store_states: bool = False
 
     def __post_init__(self) -> None:
-        for name, size in (("chunk_size", self.chunk_size), ("block_v", self.block_v)):
+        for name, size in (("chunk_size", self.chunk_size or MIN_DOT_SIZE), ("block_v", self.block_v)):
             if size < MIN_DOT_SIZE or size & (size - 1):
                 raise ValueError(f"{name}: got {size}, expected a power of two from {MIN_DOT_SIZE} on")
-        if self.segment_size < 0 or self.segment_size % self.chunk_size:
+        if self.segment_size < 0 or (self.segment_size % self.chunk_size if self.chunk_size else self.segment_size):
             raise ValueError(
                 f"segment_size: got {self.segment_size}, expected 0 or a multiple of chunk_size, {self.chunk_size}"
             )
@@ -214,7 +214,21 @@ def _in_one_pass(model: _Model) -> Config | None:
     return next((config for config in found if model.fits(config)), None)
 
 
+_FEW_TOKENS = 8
+"""Whose work is reading and writing the state, once."""
+
+
+def _step_by_step(call: LinearRecurrenceCall) -> bool:
+    return call.cu_seqlens is None and call.query.shape[1] <= _FEW_TOKENS
+
+
+def _steps(call: LinearRecurrenceCall, warps: int = 4, block: int = 32) -> Config:
+    return Config(0, 0, min(block, dot_block(call.value.shape[3])), warps, 1)
+
+
 def forward_heuristic(call: LinearRecurrenceCall, target: Target) -> Config:
+    if _step_by_step(call):
+        return _steps(call)
     model = _Model(call, target, backward=False)
     return _in_one_pass(model) or _preferred(model, 0 if _whole(call) else _segment(call))
 
@@ -239,6 +253,9 @@ def _space(
 
 
 def forward_space(call: LinearRecurrenceCall, target: Target) -> list[Config]:
+    if _step_by_step(call):
+        found = [_steps(call, warps, block) for warps, block in itertools.product((4, 2, 8), (32, 16, 64))]
+        return list(dict.fromkeys(found))
     segments = (512, 1024, 2048) if call.cu_seqlens is not None else (0, 512, 1024, 2048)
     return _space(call, target, forward_heuristic(call, target), segments, False)
 

@@ -3,14 +3,16 @@
 In forward one kernel loops over the chunks of a segment with the state in registers. If a segment is not a whole sequence, the
 states before segments are computed first: each segment starts from zero, and a scan combines them. Backward computes both the
 states and their gradients this way, then runs three recurrences; it stores states between segments only. With decays per channel
-another kernel computes the scores of all chunks, and queries and keys decayed to the chunk boundaries. In forward `repair` looks
-for outputs that are not finite. Gradients of what heads share are summed by programs that run several of these heads, so that the
-gradients of each (for Mamba-2 80 in place of one) are never in memory. If the config says so, backward stores the states of all
-chunks and their gradients instead, and the gradients of all chunks are computed at once.
+another kernel computes the scores of all chunks, and queries and keys decayed to the chunk boundaries. In forward outputs that are
+not finite are looked for, and what may be wrong before them is made again. A few tokens go one after the other. Gradients of what
+heads share are summed by programs that run several of these heads, so that the gradients of each (for Mamba-2 80 in place of one)
+are never in memory. If the config says so, backward stores the states of all chunks and their gradients instead, and the gradients
+of all chunks are computed at once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -22,7 +24,8 @@ from ejkernel.operations.linear_recurrence.interface import (
     LinearRecurrenceInputs,
     LinearRecurrenceOutputs,
 )
-from ejkernel_triton._blocks import dot_block
+from ejkernel.operations.linear_recurrence.transposed import pulled_with_key_first, with_key_first
+from ejkernel_triton._blocks import MIN_DOT_SIZE, dot_block
 from ejkernel_triton._chunks import chunks_of
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.linear_recurrence import forms
@@ -43,7 +46,7 @@ from ejkernel_triton.linear_recurrence.params import (
     query_gradient_params,
     value_gradient_params,
 )
-from ejkernel_triton.linear_recurrence.repair import repair_kernel
+from ejkernel_triton.linear_recurrence.recurrent import recurrent_kernel
 from ejkernel_triton.linear_recurrence.states import scan_states_kernel, segment_states_kernel, sums_kernel
 
 _SUMMED_HEADS = 16
@@ -93,7 +96,7 @@ class _Problem:
         self.heads = call.heads[1]
         self.params = forward_params(call)
         self.logs = _channel_logs(call, inputs)
-        self.whole = call.cu_seqlens is None and self.length % config.chunk_size == 0
+        self.whole = call.cu_seqlens is None and bool(config.chunk_size) and self.length % config.chunk_size == 0
 
     @property
     def state_shape(self) -> tuple[int, int]:
@@ -367,28 +370,38 @@ class _Problem:
         )[0]
         return d_query, d_key, d_value, d_logs
 
-    def repair(self, out: Any, cut: _Segments, before: Any) -> Any:
-        """The outputs, of which those before the first value that is not finite may be wrong."""
-        inputs, params = self.inputs, self.params
-        block = min(_REPAIR_BLOCK, dot_block(params.channels))
+    def step_by_step(self, cut: _Segments, before: Any, block: int, warps: int, *, found: Any = None) -> list[Any]:
+        """Outputs, and states after segments that are wanted, token after token. Of outputs that were found, those before the first
+        value that is not finite may be wrong, and are made again."""
+        call, inputs = self.call, self.inputs
+        params = dataclasses.replace(self.params, transposed=call.transposed_state)
+        block, repair = min(block, dot_block(params.channels)), found is not None
+        final = call.return_state and not repair
         given = (
             *(inputs.query, inputs.key, inputs.value),
             *(inputs.query if x is None else x for x in (inputs.g, inputs.g_gamma)),
-            *(self.logs, inputs.query if before is None else before, out),
+            self.logs,
+            *(inputs.query if x is None else x for x in (inputs.bonus, before, found)),
         )
+        shape = (self.batch, self.length, self.heads, params.channels)
+        states = (self.batch, cut.number, self.heads, *call.state_shape)
         return call_kernel(
-            repair_kernel,
+            recurrent_kernel,
             (*given, *self.numbers(cut)),
-            ((out.shape, out.dtype),),
+            ((shape, call.value.dtype), (states if final else (1,), jnp.float32)),
             grid=self.batch * cut.number * self.heads * -(-params.channels // block),
-            num_warps=4,
-            input_output_aliases={len(given) - 1: 0},
+            num_warps=warps,
+            input_output_aliases={len(given) - 1: 0} if repair else None,
             R=params,
             SEGMENT=cut.size,
             BLOCK_K=dot_block(params.width),
             BLOCK_V=block,
             BEFORE=before is not None,
-        )[0]
+            FINAL=final,
+            BONUS_HEADS=0 if call.bonus is None else call.bonus.shape[1],
+            BONUS_BATCH=call.bonus is not None and call.bonus.shape[0] > 1,
+            REPAIR=repair,
+        )
 
 
 def _members(group: int, programs: int) -> int:
@@ -437,6 +450,13 @@ def _zero_size(call: LinearRecurrenceCall) -> bool:
 def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: Config) -> LinearRecurrenceOutputs:
     if _zero_size(call):
         return _zero_outputs(call, inputs)
+    if not config.chunk_size:
+        problem = _Problem(call, inputs, config)
+        cut = problem.segments(-(-problem.length // MIN_DOT_SIZE) * MIN_DOT_SIZE)
+        out, final = problem.step_by_step(cut, inputs.initial_state, config.block_v, config.num_warps)
+        return LinearRecurrenceOutputs(out, final if call.return_state else None)
+    if call.transposed_state:
+        return with_key_first(call, inputs, lambda call, inputs: forward(call, inputs, config))
     if call.bonus is not None:
         return forms.forward_with_bonus(forward, call, inputs, config)
     if call.value.shape[3] > WIDEST_VALUE:
@@ -456,7 +476,9 @@ def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: 
     last = fused and call.return_state
     arrays = prepared.read, prepared.update, inputs.value
     found = problem.read(params, arrays, cut, prepared, before=before, dtype=call.value.dtype, last=last)
-    out = found[0] if length == 1 else problem.repair(found[0], cut, before)
+    out = found[0]
+    if length > 1:
+        out, _ = problem.step_by_step(cut, before, _REPAIR_BLOCK, 4, found=out)
     return LinearRecurrenceOutputs(out, (found[1] if fused else final) if call.return_state else None)
 
 
@@ -467,7 +489,7 @@ def _segment_of(config: Config) -> int:
 
 def _zero_outputs(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) -> LinearRecurrenceOutputs:
     """Outputs if no token is in a sequence."""
-    (batch, length, _, width), heads, channels = call.query.shape, call.heads[1], call.value.shape[3]
+    (batch, length), heads, channels = call.query.shape[:2], call.heads[1], call.value.shape[3]
     out = vary_like(jnp.zeros((batch, length, heads, channels), call.value.dtype), inputs)
     if not call.return_state:
         return LinearRecurrenceOutputs(out)
@@ -475,7 +497,7 @@ def _zero_outputs(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) ->
     if given is not None:
         return LinearRecurrenceOutputs(out, given.astype(jnp.float32))
     return LinearRecurrenceOutputs(
-        out, vary_like(jnp.zeros((batch, call.sequences, heads, width, channels), jnp.float32), inputs)
+        out, vary_like(jnp.zeros((batch, call.sequences, heads, *call.state_shape), jnp.float32), inputs)
     )
 
 
@@ -489,6 +511,8 @@ def backward(
     d_final = cotangents.final_state
     if _zero_size(call):
         return _zero_gradients(inputs, d_final)
+    if call.transposed_state:
+        return pulled_with_key_first(call, inputs, cotangents, lambda *given: backward(*given[:2], outputs, given[2], config))
     if call.bonus is not None:
         return forms.backward_with_bonus(backward, call, inputs, outputs, cotangents, config)
     if call.value.shape[3] > WIDEST_VALUE:

@@ -34,6 +34,7 @@ class Config:
         num_warps: warps per program.
         num_stages: pipeline stages.
         unpack: whether the weights are unpacked to memory first, and multiplied by XLA; the other fields do not matter then.
+            Weights of groups never are.
     """
 
     block_m: int
@@ -58,18 +59,24 @@ def period_of(bits: int) -> int:
     return WORD // math.gcd(bits, WORD)
 
 
+def intervals_of(matrices: int) -> int:
+    """Of the rows of a member in groups: those of each matrix, those before and those behind."""
+    return matrices + 2
+
+
 @dataclasses.dataclass(frozen=True)
 class Product:
     """One product: the forward one, or the gradient of x.
 
     Attributes:
-        members: products with weights of their own.
-        rows: of x in each.
+        members: products with weights of their own; with groups, those that have rows if as many have as can.
+        rows: of x in each, in the mean.
         stored_rows: of the weights.
         columns: stored columns, along which codes are packed.
         packed_inner: whether the contraction runs along them.
         itemsize: bytes of an element of x.
         bits: of a code.
+        grouped: whether rows are in groups.
         target: of the call.
     """
 
@@ -80,6 +87,7 @@ class Product:
     packed_inner: bool
     itemsize: int
     bits: int
+    grouped: bool
     target: Target
 
     @property
@@ -115,14 +123,18 @@ class Product:
 def product_of(call: QuantizedMatmulCall, target: Target, *, gradient: bool) -> Product:
     shared = all(array.shape[0] == 1 for array in (call.w, call.scales, call.zeros) if array is not None)
     batch, rows, _ = call.x.shape
+    members = 1 if shared else batch
+    if call.group_sizes is not None:
+        members = max(min(batch * call.matrices, batch * rows), 1)
     return Product(
-        members=1 if shared else batch,
-        rows=batch * rows if shared else rows,
-        stored_rows=call.w.shape[1],
+        members=members,
+        rows=-(-batch * rows // members),
+        stored_rows=call.stored_rows,
         columns=call.packed_columns,
         packed_inner=call.transpose != gradient,
         itemsize=call.x.nbytes // max(call.x.size, 1) or 4,
         bits=call.bits,
+        grouped=call.group_sizes is not None,
         target=target,
     )
 
@@ -153,6 +165,8 @@ def _unpacking(product: Product) -> Config:
 
 
 def _heuristic(product: Product) -> Config:
+    if product.grouped:
+        return product.config(*_shapes(product)[0])
     by_many_rows = product.hopper and product.itemsize == 2 and product.period <= 16
     if product.rows > (_MANY_ROWS if by_many_rows else _WGMMA_ROWS):
         return _unpacking(product)
@@ -162,7 +176,7 @@ def _heuristic(product: Product) -> Config:
 def _space(product: Product) -> list[Config]:
     found = [_heuristic(product), *(product.config(*shape) for shape in _shapes(product))]
     found += [product.config(*_shapes(product)[0], load=load) for load in (2.0, 4.0, 6.0)]
-    return list(dict.fromkeys([*found, _unpacking(product)]))
+    return list(dict.fromkeys(found if product.grouped else [*found, _unpacking(product)]))
 
 
 def forward_heuristic(call: QuantizedMatmulCall, target: Target) -> Config:

@@ -3,6 +3,9 @@
 Up to some hundred rows one kernel reads the packed weights, unpacks them in registers and multiplies; sections of the contracted
 dimension are summed by programs of their own and combined in order. For more rows the weights are unpacked to memory once and
 multiplied by XLA. The gradient of x is the same product with the other dimension contracted.
+
+Rows in groups are always multiplied by that one kernel: each program finds the rows and the matrix of its tile from the bounds of
+the groups, so only matrices that have rows are read, and none is ever whole in memory.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.call import vary_like
+from ejkernel.operations.grouped_matmul.groups import bounds_of
 from ejkernel.operations.quantized_matmul.interface import (
     QuantizedMatmulCall,
     QuantizedMatmulInputs,
@@ -24,7 +28,8 @@ from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._interpret import interpreting
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._numerics import dot_precision
-from ejkernel_triton.quantized_matmul.config import LEAST_DEPTH, Config, period_of
+from ejkernel_triton.grouped_matmul.schedule import max_tiles
+from ejkernel_triton.quantized_matmul.config import LEAST_DEPTH, Config, intervals_of, period_of
 from ejkernel_triton.quantized_matmul.gradients import scale_gradients
 from ejkernel_triton.quantized_matmul.tiles import combine_kernel, product_kernel, unpack_kernel
 
@@ -38,14 +43,16 @@ class _Weights:
     """Packed weights as kernels get them."""
 
     def __init__(self, call: QuantizedMatmulCall, inputs: QuantizedMatmulInputs) -> None:
-        self.rows, self.columns, self.period = call.w.shape[1], call.packed_columns, period_of(call.bits)
+        self.rows, self.columns, self.period = call.stored_rows, call.packed_columns, period_of(call.bits)
         self.arrays = inputs.w, inputs.scales, inputs.w if inputs.zeros is None else inputs.zeros
-        shared = [array.shape[0] == 1 for array in self.arrays]
-        self.members = 1 if all(shared) else call.x.shape[0]
+        counts = [array.shape[0] * call.matrices for array in self.arrays]
+        self.matrices = 0 if inputs.group_sizes is None else call.matrices
+        self.bounds = self.arrays[0] if inputs.group_sizes is None else _bounds(call, inputs)
+        self.members = 1 if not self.matrices and max(counts) == 1 else call.x.shape[0]
         self.constants: dict[str, Any] = {
             "ROWS": self.rows,
             "COLUMNS": self.columns,
-            **dict(zip(("W_SHARED", "SCALES_SHARED", "ZEROS_SHARED"), shared, strict=True)),
+            **dict(zip(("W_COUNT", "SCALES_COUNT", "ZEROS_COUNT"), counts, strict=True)),
             "MODE": call.mode,
             "BITS": call.bits,
             "GROUP": call.group_size,
@@ -57,7 +64,7 @@ class _Weights:
         """`left [b, m, k]` times the weights as they are stored, or transposed with `packed_inner`; in the dtype of left."""
         shape = *left.shape[:2], self.rows if packed_inner else self.columns
         left = left.reshape(self.members, -1, left.shape[2])
-        product = self._by_unpacking if config.unpack else self._in_tiles
+        product = self._by_unpacking if config.unpack and not self.matrices else self._in_tiles
         return product(left, config, packed_inner).reshape(shape)
 
     def _by_unpacking(self, left: Any, config: Config, packed_inner: bool) -> Any:
@@ -91,14 +98,20 @@ class _Weights:
         blocks_k = -(-left.shape[2] // tile[1 if packed_inner else 0])
         split = -(-blocks_k // -(-blocks_k // config.split_k))  # no section without a block
         shape = self.members, rows, width
+        tiles_m, programs, intervals = -(-rows // config.block_m), self.members * split * tiles_n, 1
+        if self.matrices:
+            intervals = self.members * intervals_of(self.matrices)
+            tiles_m, programs = max_tiles(self.members * rows, intervals, config.block_m), split * tiles_n
         (out,) = call_kernel(
             product_kernel,
-            (self._places_first(left) if packed_inner else left, *self.arrays, rows),
+            (self._places_first(left) if packed_inner else left, *self.arrays, self.bounds, rows, tiles_m),
             (((split, *shape), jnp.float32 if split > 1 else dtype),),
-            grid=self.members * split * tiles_n * -(-rows // config.block_m),
+            grid=programs * tiles_m,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             PACKED_INNER=packed_inner,
+            MATRICES=self.matrices,
+            INTERVALS=next_power_of_2(intervals),
             MEMBERS=self.members,
             SPLIT=split,
             BLOCK_M=config.block_m,
@@ -129,6 +142,13 @@ class _Weights:
         return left.reshape(*left.shape[:2], -1, self.period).swapaxes(2, 3)
 
 
+def _bounds(call: QuantizedMatmulCall, inputs: QuantizedMatmulInputs) -> Any:
+    """`[b, g + 3]`: of the intervals of `tile_of_group`."""
+    batch, rows, _ = call.x.shape
+    bounds = bounds_of(inputs.group_sizes, inputs.group_offset, batch, rows, call.matrices)
+    return jnp.pad(jnp.pad(bounds, ((0, 0), (1, 0))), ((0, 0), (0, 1)), constant_values=rows)
+
+
 def _assembly() -> int:
     """See `weights_at`."""
     if interpreting():
@@ -138,7 +158,7 @@ def _assembly() -> int:
 
 
 def _multiplies_nothing(call: QuantizedMatmulCall) -> bool:
-    return not call.x.size or not call.columns
+    return not call.x.size or not call.columns or not call.matrices
 
 
 def forward(call: QuantizedMatmulCall, inputs: QuantizedMatmulInputs, config: Config) -> QuantizedMatmulOutputs:

@@ -1,6 +1,7 @@
 """Both phases, over lists of tiles: the trip count of the loop is the number of listed tiles.
 
-If the lists differ between batch members, the members are processed serially, each over its own tiles. The plain variant visits
+If the lists differ between batch members, the members are processed serially, each over its own tiles; if heads have lists, they
+become members. The plain variant visits
 all tiles that the static mask leaves and masks the rest inside them: JAX can differentiate it and XLA can partition it, but it
 skips nothing.
 """
@@ -21,6 +22,12 @@ from ejkernel.operations.block_sparse_attention.interface import (
 from ejkernel.operations.block_sparse_attention.tiles import TileLists, mapped, tile_lists
 from ejkernel.operations.flash_attention.interface import FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel_xla.block_sparse_attention.config import BlockSparseAttentionConfig
+from ejkernel_xla.block_sparse_attention.heads import (
+    gradients_of_heads,
+    heads_as_members,
+    outputs_as_members,
+    outputs_of_heads,
+)
 from ejkernel_xla.flash_attention import masks
 from ejkernel_xla.flash_attention.backward import Gradients, backward_sweep, gradients_of
 from ejkernel_xla.flash_attention.forward import attend, outputs_of
@@ -38,6 +45,8 @@ class _Schedule(NamedTuple):
 def forward(
     call: BlockSparseAttentionCall, inputs: BlockSparseAttentionInputs, config: BlockSparseAttentionConfig
 ) -> FlashAttentionOutputs:
+    if call.per_head_tiles:
+        return outputs_of_heads(forward(*heads_as_members(call, inputs), config), call.query.shape[2])
     dense_call, dense_inputs = as_flash_attention(call, inputs)
     plan, schedule = _planned(call, inputs, config)
 
@@ -54,6 +63,10 @@ def backward(
     cotangents: FlashAttentionOutputs,
     config: BlockSparseAttentionConfig,
 ) -> BlockSparseAttentionInputs:
+    if call.per_head_tiles:
+        several = outputs_as_members(outputs), outputs_as_members(cotangents)
+        found = backward(*heads_as_members(call, inputs), *several, config)
+        return gradients_of_heads(call, inputs, found)
     dense_call, dense_inputs = as_flash_attention(call, inputs)
     plan, schedule = _planned(call, inputs, config)
 
@@ -100,7 +113,8 @@ def _plain(call: BlockSparseAttentionCall, inputs: BlockSparseAttentionInputs, c
     if inputs.key_tiles is not None and len(plan.tiles):
         rows, columns = call.blocks
         tiles = -(-call.key.shape[1] // columns)
-        listed = mapped(TileLists(inputs.key_tiles, None), tiles)[:, None]
+        listed = mapped(TileLists(inputs.key_tiles, None), tiles)
+        listed = listed if call.per_head_tiles else listed[:, None]
         listed = jnp.repeat(jnp.repeat(listed, rows, 2), columns, 3)
         listed = listed[:, :, : call.query.shape[1], : call.key.shape[1]]
         dense_inputs = dense_inputs._replace(mask=both(inputs.mask, listed))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,60 +24,8 @@ from ejkernel.operations.grouped_matmul.phases import (
 )
 from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla._numerics import dot_precision
+from ejkernel_xla._row_tiles import RowTiles, Tiles
 from ejkernel_xla.grouped_matmul.config import GroupedMatmulConfig
-
-
-class _Tiles(NamedTuple):
-    """Tiles: matrix, first row, and own rows `low <= row < high`. The last tiles may be empty."""
-
-    matrix: Any
-    first: Any
-    low: Any
-    high: Any
-
-
-class _Rows(NamedTuple):
-    """Rows of lhs: whether each has a matrix, and its index among the rows of all tiles."""
-
-    has_matrix: Any
-    place: Any
-
-
-def _tile_list(rows: int, matrices: int, height: int, sizes: Any, offset: Any) -> tuple[_Tiles, _Rows]:
-    """Split every group that has a matrix into tiles of `height <= rows`."""
-    ends = jnp.minimum(jnp.cumsum(sizes), rows)
-    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
-    ends = jnp.concatenate([ends, jnp.full(1, rows, ends.dtype)])
-    group = jnp.arange(matrices, dtype=jnp.int32) + offset
-    held = (group >= 0) & (group < sizes.shape[0])
-    group = jnp.clip(group, 0, sizes.shape[0])
-    start, end = starts[group], jnp.where(held, ends[group], starts[group])
-    tiles_of = -(-(end - start) // height)
-    tiles_up_to = jnp.cumsum(tiles_of)
-
-    busy = min(matrices, rows)
-    index = jnp.arange((rows - busy) // height + busy, dtype=jnp.int32)
-    matrix = jnp.minimum(jnp.searchsorted(tiles_up_to, index, side="right"), matrices - 1).astype(jnp.int32)
-    low = start[matrix] + (index - tiles_up_to[matrix] + tiles_of[matrix]) * height
-    high = jnp.where(index < tiles_up_to[-1], jnp.minimum(low + height, end[matrix]), low)
-    tiles = _Tiles(matrix, jnp.clip(low, 0, rows - height), low, high)
-
-    row = jnp.arange(rows, dtype=jnp.int32)
-    own = jnp.searchsorted(ends[:-1], row, side="right") - offset
-    has_matrix = (own >= 0) & (own < matrices) & (row < ends[-2])
-    own = jnp.clip(own, 0, matrices - 1)
-    tile = jnp.clip(tiles_up_to[own] - tiles_of[own] + (row - start[own]) // height, 0, index.shape[0] - 1)
-    return tiles, _Rows(has_matrix, tile * height + row - tiles.first[tile])
-
-
-def _rows_of(array: Any, tile: _Tiles, height: int) -> Any:
-    return jax.lax.dynamic_slice_in_dim(array, tile.first, height)
-
-
-def _own_rows_of(array: Any, tile: _Tiles, height: int) -> Any:
-    """The tile's rows, zero where they belong to others: those may hold NaN."""
-    row = tile.first + jnp.arange(height, dtype=jnp.int32)
-    return jnp.where(((row >= tile.low) & (row < tile.high))[:, None], _rows_of(array, tile, height), 0)
 
 
 class _Product:
@@ -98,10 +46,10 @@ class _Product:
         rows = call.lhs.shape[1]
         self.scale, self.bias = scale, bias
         self.row_scale = None if row_scale is None else jnp.broadcast_to(row_scale, rows)[:, None]
-        self.config, self.rhs = config, rhs
-        self.height = min(config.block_m, rows)
+        self.rhs = rhs
         self.transposed = call.transpose_rhs
-        self.tiles, self.rows = _tile_list(rows, rhs.shape[0], self.height, sizes, offset)
+        self.row_tiles = RowTiles(rows, rhs.shape[0], config.block_m, config.tiles_per_step, sizes, offset)
+        self.tiles, self.rows = self.row_tiles.tiles, self.row_tiles.rows
         self.dtype = jnp.dtype(call.product_dtype)
         self.dot = functools.partial(
             jax.lax.dot_general,
@@ -113,9 +61,9 @@ class _Product:
         """Every row of lhs times its matrix, scaled and shifted if asked for; rows without a matrix hold anything."""
         scale, bias, row_scale = (self.scale, self.bias, self.row_scale) if scaled else (None, None, None)
 
-        def one(tile: _Tiles, block: Any, matrix: Any) -> Any:
+        def one(tile: Tiles, block: Any, matrix: Any) -> Any:
             out = self._times(block, matrix, 1 if self.transposed else 0)
-            out = out if row_scale is None else out * _own_rows_of(row_scale, tile, self.height).astype(out.dtype)
+            out = out if row_scale is None else out * self.row_tiles.own_rows(row_scale, tile).astype(out.dtype)
             out = out if scale is None else out * scale[tile.matrix].astype(out.dtype)[None]
             return (out if bias is None else out + bias[tile.matrix].astype(out.dtype)[None]).astype(dtype)
 
@@ -124,7 +72,7 @@ class _Product:
     def gradient_of_lhs(self, grad: Any, dtype: Any) -> Any:
         """Every row of grad, scaled, times its matrix transposed."""
 
-        def one(tile: _Tiles, block: Any, matrix: Any) -> Any:
+        def one(tile: Tiles, block: Any, matrix: Any) -> Any:
             return self._times(self._scaled(block, tile), matrix, 0 if self.transposed else 1).astype(dtype)
 
         return self._by_tiles(grad, one)
@@ -132,8 +80,8 @@ class _Product:
     def gradient_of_row_scale(self, grad: Any, unscaled: Any) -> Any:
         """Of every row `[m]`: the products that its scale multiplies, weighted by the cotangent; 0 without a matrix."""
 
-        def one(tile: _Tiles, block: Any, matrix: Any) -> Any:
-            products = _own_rows_of(unscaled, tile, self.height)
+        def one(tile: Tiles, block: Any, matrix: Any) -> Any:
+            products = self.row_tiles.own_rows(unscaled, tile)
             return jnp.sum(self._scaled(block, tile).astype(products.dtype) * products, axis=1, keepdims=True)
 
         return jnp.where(self.rows.has_matrix, self._by_tiles(grad, one)[:, 0], 0)
@@ -144,7 +92,7 @@ class _Product:
             return grad
         return grad.astype(accumulator(self.dtype)) * self.row_scale.astype(accumulator(self.dtype))
 
-    def _scaled(self, block: Any, tile: _Tiles) -> Any:
+    def _scaled(self, block: Any, tile: Tiles) -> Any:
         """Rows of a cotangent times the scale of their matrix."""
         if self.scale is None:
             return block
@@ -153,25 +101,19 @@ class _Product:
     def _times(self, block: Any, matrix: Any, contracted: int) -> Any:
         return self.dot(block.astype(self.dtype), matrix.astype(self.dtype), (((1,), (contracted,)), ((), ())))
 
-    def _by_tiles(self, values: Any, one: Callable[[_Tiles, Any, Any], Any]) -> Any:
+    def _by_tiles(self, values: Any, one: Callable[[Tiles, Any, Any], Any]) -> Any:
         """`one(tile, rows, matrix)` for every tile, put back into the order of the rows."""
 
-        def step(tile: _Tiles) -> Any:
-            matrix = jax.lax.dynamic_index_in_dim(self.rhs, tile.matrix, keepdims=False)
-            return one(tile, _own_rows_of(values, tile, self.height), matrix)
+        def step(tile: Tiles, rows: Any) -> Any:
+            return one(tile, rows, jax.lax.dynamic_index_in_dim(self.rhs, tile.matrix, keepdims=False))
 
-        tile = jax.eval_shape(step, jax.tree.map(lambda leaf: leaf[0], self.tiles))
-        if tile.size == 0:
-            return jnp.zeros((values.shape[0], tile.shape[1]), tile.dtype)
-        together = min(self.config.tiles_per_step, self.tiles.matrix.shape[0])
-        out = jax.lax.map(step, self.tiles, batch_size=None if together == 1 else together)
-        return out.reshape(out.shape[0] * out.shape[1], out.shape[2])[self.rows.place]
+        return self.row_tiles.map(values, step)
 
     def sums(self, values: Any) -> Any:
         """For every matrix, the sum of its rows of `values`, one tile after the other."""
 
-        def add(total: Any, tile: _Tiles) -> tuple[Any, None]:
-            own = _own_rows_of(values, tile, self.height).astype(total.dtype)
+        def add(total: Any, tile: Tiles) -> tuple[Any, None]:
+            own = self.row_tiles.own_rows(values, tile).astype(total.dtype)
             return total.at[tile.matrix].add(jnp.sum(own, axis=0)), None
 
         zeros = jnp.zeros((self.rhs.shape[0], values.shape[1]), accumulator(values.dtype))
@@ -180,8 +122,8 @@ class _Product:
     def outer(self, left: Any, right: Any) -> Any:
         """For every matrix, the sum over its rows of `left` times `right`; one tile after the other, so in a fixed order."""
 
-        def add(total: Any, tile: _Tiles) -> tuple[Any, None]:
-            a, b = (_own_rows_of(values, tile, self.height).astype(self.dtype) for values in (left, right))
+        def add(total: Any, tile: Tiles) -> tuple[Any, None]:
+            a, b = (self.row_tiles.own_rows(values, tile).astype(self.dtype) for values in (left, right))
             return total.at[tile.matrix].add(self.dot(a, b, (((0,), (0,)), ((), ())))), None
 
         zeros = jnp.zeros((self.rhs.shape[0], left.shape[1], right.shape[1]), accumulator(self.dtype))

@@ -14,6 +14,7 @@ from ejkernel.operations.linear_recurrence.interface import (
     LinearRecurrenceInputs,
     LinearRecurrenceOutputs,
 )
+from ejkernel.operations.linear_recurrence.transposed import pulled_with_key_first, with_key_first
 from ejkernel_xla._chunks import ChunkLoop
 from ejkernel_xla._numerics import finite_logs
 from ejkernel_xla.linear_recurrence.by_token import TokenByToken
@@ -100,6 +101,8 @@ def _sizes(call: LinearRecurrenceCall, config: LinearRecurrenceConfig, length: i
 def forward(
     call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: LinearRecurrenceConfig
 ) -> LinearRecurrenceOutputs:
+    if call.transposed_state:
+        return with_key_first(call, inputs, lambda call, inputs: forward(call, inputs, config))
     problem = _Problem(call, inputs, config)
     chunks = problem.chunks
     states = problem.initial
@@ -137,6 +140,8 @@ def backward(
     cotangents: LinearRecurrenceOutputs,
     config: LinearRecurrenceConfig,
 ) -> LinearRecurrenceInputs:
+    if call.transposed_state:
+        return pulled_with_key_first(call, inputs, cotangents, lambda *given: backward(*given[:2], outputs, given[2], config))
     problem = _Problem(call, inputs, config)
     chunks, like = problem.chunks, (inputs, cotangents)
     d_final = problem.d_final(cotangents.final_state)

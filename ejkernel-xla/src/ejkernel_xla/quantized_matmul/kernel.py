@@ -2,6 +2,9 @@
 
 Both layouts are split along n: rows of `[n, k]`, or groups of whole words of `[k, n]`. So the gradients of scales and zero
 points of a block are complete after the block, and only that of x is summed over blocks.
+
+With groups the same is done for every tile of rows, with the weights of its group: those that have no rows are not unpacked, and
+weights of several tiles exist at one time only where they are small.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from ejkernel.operations.quantized_matmul.interface import (
 from ejkernel.quantization.codes import decode_parts
 from ejkernel.quantization.format import WORD
 from ejkernel.utils.dtypes import accumulator
+from ejkernel_xla._batch import over_batch
 from ejkernel_xla._numerics import dot_precision
+from ejkernel_xla._row_tiles import RowTiles, Tiles
 from ejkernel_xla.quantized_matmul.config import QuantizedMatmulConfig
 
 
@@ -155,11 +160,61 @@ def _over_batch(function: Callable[..., Any], inputs: QuantizedMatmulInputs, *ro
     return jax.vmap(function, in_axes=(*(0 for _ in rows), axes))(*rows, packed), False
 
 
+class _Groups:
+    """The products of one batch member whose rows are in groups."""
+
+    def __init__(self, blocks: _Blocks, config: QuantizedMatmulConfig, packed: dict[str, Any], sizes: Any, offset: Any) -> None:
+        self.blocks, self.packed = blocks, packed
+        rows, count = blocks.call.x.shape[1], blocks.call.matrices
+        offset = 0 if offset is None else offset
+        self.tiles = RowTiles(rows, count, config.block_m, config.tiles_per_step, sizes, offset)
+        self.has_matrix = self.tiles.rows.has_matrix[:, None]
+
+    def _of(self, tile: Tiles) -> dict[str, Any]:
+        """The packed arrays of the tile's matrix."""
+        return {name: jax.lax.dynamic_index_in_dim(array, tile.matrix, keepdims=False) for name, array in self.packed.items()}
+
+    def forward(self, x: Any) -> Any:
+        out = self.tiles.map(x, lambda tile, rows: _forward(self.blocks, rows, self._of(tile)))
+        return jnp.where(self.has_matrix, out, 0)
+
+    def backward(self, x: Any, grad: Any) -> dict[str, Any]:
+        """As `_backward`. The gradients of scales and zeros are summed tile by tile, so in a fixed order."""
+
+        def gradients(tile: Tiles, grad: Any) -> dict[str, Any]:
+            return _backward(self.blocks, self.tiles.own_rows(x, tile), grad, self._of(tile))
+
+        d_x = self.tiles.map(grad, lambda tile, grad: gradients(tile, grad)["x"].astype(x.dtype))
+        found = {"x": jnp.where(self.has_matrix, d_x, 0)}
+        if not self.blocks.form.float_scales:
+            return found
+
+        def add(total: dict[str, Any], tile: Tiles) -> tuple[dict[str, Any], None]:
+            own = gradients(tile, self.tiles.own_rows(grad, tile))
+            return {name: value.at[tile.matrix].add(own[name]) for name, value in total.items()}, None
+
+        arrays = {name: array for name, array in self.packed.items() if name != "w"}
+        zeros = {name: jnp.zeros(array.shape, accumulator(x.dtype)) for name, array in arrays.items()}
+        zeros = vary_like(zeros, (x, grad, self.packed, self.tiles.tiles))
+        return {**found, **jax.lax.scan(add, zeros, self.tiles.tiles)[0]}
+
+
+def _multiplies_nothing(call: QuantizedMatmulCall) -> bool:
+    return call.x.size == 0 or call.columns == 0 or call.matrices == 0
+
+
 def forward(call: QuantizedMatmulCall, inputs: QuantizedMatmulInputs, config: QuantizedMatmulConfig) -> QuantizedMatmulOutputs:
     shape = (*call.x.shape[:2], call.columns)
-    if inputs.x.size == 0 or call.columns == 0:
+    if _multiplies_nothing(call):
         return QuantizedMatmulOutputs(jnp.zeros(shape, inputs.x.dtype))
     blocks = _Blocks(call, config)
+    if inputs.group_sizes is not None:
+
+        def one(x: Any, *about: Any) -> Any:
+            return _Groups(blocks, config, *about).forward(x)
+
+        arrays = (_packed(inputs), inputs.group_sizes, inputs.group_offset)
+        return QuantizedMatmulOutputs(over_batch(one, len(inputs.x), inputs.x, *arrays))
     out, _ = _over_batch(lambda x, packed: _forward(blocks, x, packed), inputs, inputs.x)
     return QuantizedMatmulOutputs(out.reshape(shape))
 
@@ -172,13 +227,20 @@ def backward(
     config: QuantizedMatmulConfig,
 ) -> QuantizedMatmulInputs:
     absent = None if inputs.zeros is None else jnp.zeros_like(inputs.zeros)
-    if inputs.x.size == 0 or call.columns == 0:
+    if _multiplies_nothing(call):
         d_scales = jnp.zeros_like(inputs.scales) if call.form.float_scales else None
         return QuantizedMatmulInputs(jnp.zeros_like(inputs.x), None, d_scales, absent)
     blocks = _Blocks(call, config)
-    found, shared = _over_batch(
-        lambda x, grad, packed: _backward(blocks, x, grad, packed), inputs, inputs.x, cotangents.out.astype(inputs.x.dtype)
-    )
+    grad = cotangents.out.astype(inputs.x.dtype)
+    if inputs.group_sizes is None:
+        found, shared = _over_batch(lambda x, grad, packed: _backward(blocks, x, grad, packed), inputs, inputs.x, grad)
+    else:
+
+        def one(x: Any, grad: Any, *about: Any) -> Any:
+            return _Groups(blocks, config, *about).backward(x, grad)
+
+        arrays = (_packed(inputs), inputs.group_sizes, inputs.group_offset)
+        found, shared = over_batch(one, len(inputs.x), inputs.x, grad, *arrays), False
 
     def gradient(name: str) -> Any:
         value = getattr(inputs, name)

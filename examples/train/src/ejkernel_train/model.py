@@ -129,10 +129,11 @@ class Experts(eqx.Module):
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         """The result, and the loss of balance: smallest where every expert gets as many tokens (Fedus et al., 2021).
 
-        On a mesh each device sorts its own tokens and has a part of every expert's hidden channels.
+        On a mesh each device has some of the experts, and a part of their hidden channels: it routes the tokens of all devices
+        along "expert", and they sum what their experts made. No token is dropped, however many choose the same expert.
         """
-        hidden = P(None, None, "tensor")
-        specs = P(BATCH), P(), hidden, hidden, P(None, "tensor")
+        hidden = P("expert", None, "tensor")
+        specs = P(BATCH), P(), hidden, hidden, P("expert", "tensor")
         mix = context.layout.on_each_device(partial(self.mix, context), specs, (P(BATCH), P()))
         return mix(x, self.router, self.gate, self.up, self.down)
 
@@ -140,18 +141,19 @@ class Experts(eqx.Module):
         self, context: Context, x: jax.Array, router: Linear, gate: jax.Array, up: jax.Array, down: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Of one device's tokens `[B, T, d]`."""
-        operations, experts = context.operations, self.config.experts
-        tokens = x.reshape(-1, x.shape[-1])
+        operations, layout, experts, held = context.operations, context.layout, self.config.experts, len(gate)
+        tokens = layout.of_all_expert_devices(x.reshape(-1, x.shape[-1]))
         logits = router(tokens, context)
         weights, chosen = operations.moe_route(logits, self.config.experts_per_token)
-        rows, sizes, positions = operations.moe_permute(tokens, chosen, experts)
+        rows, sizes, positions = operations.moe_permute(tokens, layout.held_here(chosen, held), held)
         gated = operations.swiglu(*(operations.grouped_matmul(rows, matrices, sizes) for matrices in (gate, up)))
         out = operations.moe_unpermute(operations.grouped_matmul(gated, down, sizes), positions, weights)
 
         likely = jnp.mean(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), axis=0)
-        share, likely = context.layout.mean_over_batch((sizes / len(rows), likely))
+        sizes = layout.of_all_expert_devices(sizes)
+        share, likely = layout.mean_over_batch((sizes / len(rows), likely))
         imbalance = self.config.balance * experts * jnp.sum(share * likely)
-        return context.layout.sum_over_tensor(out).reshape(x.shape), imbalance
+        return layout.sum_over_experts(layout.sum_over_tensor(out)).reshape(x.shape), imbalance
 
 
 class GatedAttention(eqx.Module):

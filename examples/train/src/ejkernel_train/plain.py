@@ -166,7 +166,11 @@ def moe_route(logits: jax.Array, chosen: int) -> tuple[jax.Array, jax.Array]:
 
 
 def moe_permute(x: jax.Array, experts: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """k copies of each token `[N, d]` in the order of their experts `[N, k]`, copies for each expert, and places of copies."""
+    """k copies of each token `[N, d]` in the order of their experts `[N, k]`, copies for each expert, and places of copies.
+
+    Those of experts that are none of the `number`, which other devices have, come last.
+    """
+    experts = jnp.where((experts >= 0) & (experts < number), experts, number)
     order = jnp.argsort(experts.reshape(-1))
     rows = jnp.repeat(x, experts.shape[1], axis=0).at[order].get(unique_indices=True)
     return rows, jnp.bincount(experts.reshape(-1), length=number), jnp.argsort(order).reshape(experts.shape)

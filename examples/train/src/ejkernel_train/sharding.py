@@ -1,7 +1,7 @@
-"""How parameters and activations lie on a mesh of three axes: one table, and XLA adds the collectives.
+"""How parameters and activations lie on a mesh of four axes: one table, and XLA adds the collectives.
 
 "data" splits the batch. "fsdp" splits the batch and, in memory, the parameters, which are gathered block by block where they are
-used. "tensor" splits heads, hidden channels and the vocabulary.
+used. "expert" splits the batch and the experts of a mixture. "tensor" splits heads, hidden channels and the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from jax.sharding import PartitionSpec as P
 
 Tree = TypeVar("Tree")
 
-AXES = ("data", "fsdp", "tensor")
-BATCH = ("data", "fsdp")
+AXES = ("data", "fsdp", "expert", "tensor")
+BATCH = ("data", "fsdp", "expert")
 
 RULES: tuple[tuple[str, P], ...] = (
     (r"embedding", P("tensor", "fsdp")),
     (r"(query|key|value|gate|up)\.weight", P("fsdp", "tensor")),
     (r"(output|down)\.weight", P("tensor", "fsdp")),
     (r"(mixed|z|beta|decay|step|router)\.weight", P("fsdp")),
-    (r"feed_forward\.(gate|up)", P(None, "fsdp", "tensor")),  # of experts
-    (r"feed_forward\.down", P(None, "tensor", "fsdp")),
+    (r"feed_forward\.(gate|up)", P("expert", "fsdp", "tensor")),  # of experts
+    (r"feed_forward\.down", P("expert", "tensor", "fsdp")),
 )
 """By the end of a parameter's name, without the axis over which blocks are stacked. Others, all small, are on every device."""
 
@@ -96,10 +96,27 @@ class Layout:
         return self.constrain(logits, BATCH, None, "tensor")
 
     def on_each_device(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """The function of what one device has, written with the two collectives below; without a mesh that is everything."""
+        """The function of what one device has, written with the collectives below; without a mesh that is everything."""
         if self.mesh is None:
             return function
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+
+    @property
+    def expert_devices(self) -> int:
+        """Into how many parts the experts are split."""
+        return 1 if self.mesh is None else self.mesh.shape["expert"]
+
+    def of_all_expert_devices(self, rows: jax.Array) -> jax.Array:
+        """The rows of all devices along "expert"."""
+        return rows if self.expert_devices == 1 else jax.lax.all_gather(rows, "expert", tiled=True)
+
+    def held_here(self, experts: jax.Array, held: int) -> jax.Array:
+        """Numbers of experts, counted from the first of the `held` ones that this device has."""
+        return experts if self.expert_devices == 1 else experts - held * jax.lax.axis_index("expert")
+
+    def sum_over_experts(self, rows: jax.Array) -> jax.Array:
+        """This device's share of the rows, summed over the devices along "expert"."""
+        return rows if self.expert_devices == 1 else jax.lax.psum_scatter(rows, "expert", tiled=True)
 
     def mean_over_batch(self, tree: Tree) -> Tree:
         return tree if self.mesh is None else jax.lax.pmean(tree, BATCH)

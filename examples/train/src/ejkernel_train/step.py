@@ -82,6 +82,10 @@ class Compiled(NamedTuple):
 def compile_step(config: TrainConfig) -> Compiled:
     """Trace, lower and compile the step without running anything."""
     state, layout = jax.eval_shape(lambda: initialise(config)), Layout.parse(config.mesh)
+    if config.sizes.experts % layout.expert_devices:
+        raise ValueError(
+            f"--mesh has expert={layout.expert_devices}; make it a divisor of the model's {config.sizes.experts} experts"
+        )
     window = jax.ShapeDtypeStruct((config.batch, config.length + 1), jnp.int32)
     shardings, batch = layout.shardings(state), layout.batch()
     step = jax.jit(

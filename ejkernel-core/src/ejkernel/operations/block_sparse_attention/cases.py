@@ -74,6 +74,22 @@ _LISTS = _given(
 )
 _SHARED_LIST = _given(key_tiles=np.array([[[0, 2], [1, -1], [0, 1]]], np.int32))
 _BLOCKS = {"q_blocksize": 8, "kv_blocksize": 8}
+_BLOCKS_OF_16 = {"q_blocksize": 16, "kv_blocksize": 16}
+
+
+def _head_lists(rng: np.random.Generator, made: dict[str, Any], batch: int = 2) -> None:
+    """Lists of 4 heads for 3 x 3 tiles: every head others, one without any tile of a block, full tiles among them."""
+    some = rng.random((batch, 4, 3, 3)) < 0.6
+    some[0, 1], some[-1, 2, 1] = np.eye(3, dtype=bool), False
+    order = np.argsort(~some, axis=-1, kind="stable")
+    made["key_tiles"] = np.where(np.take_along_axis(some, order, -1), order, -1).astype(np.int32)
+    made["full_tiles"] = (made["key_tiles"] >= 0) & (rng.random(some.shape) < 0.5)
+
+
+def _head_lists_of_16(rng: np.random.Generator, made: dict[str, Any]) -> None:
+    """The members share them; tiles are masked, so none is full."""
+    _head_lists(rng, made, batch=1)
+    del made["full_tiles"]
 
 
 def window_and_sinks(query: Any, key: Any) -> Any:
@@ -113,6 +129,8 @@ CASES = (
     Case("lists", _arrays(batch=2, extra=_LISTS), _BLOCKS),
     Case("lists-tails", _arrays(21, 19, heads=4, key_heads=2, bias=(2, 4, 21, 19), extra=_LISTS), _BLOCKS),
     Case("lists-masked", _arrays(21, 19, extra=_SHARED_LIST), {**_BLOCKS, "causal": True}),
+    Case("lists-per-head", _arrays(24, 19, heads=4, key_heads=2, extra=_head_lists), _BLOCKS, frozenset({"transforms"})),
+    Case("lists-per-head-16", _arrays(40, 33, heads=4, key_heads=2, extra=_head_lists_of_16), {**_BLOCKS_OF_16, "causal": True}),
     Case("bottom-right", _arrays(13, 29), {"causal": True, "causal_alignment": "bottom_right"}),
     Case("bias", _arrays(bias=(2, 2, 24, 24)), {"causal": True}),
     Case("sinks-empty-rows", _arrays(sinks=(2,), extra=_documents(_ids(10, padding=14))), {"causal": True}),
@@ -129,6 +147,11 @@ CASES = (
     Case("bench-documents-32768-16", _arrays(32768, heads=16, key_heads=4, size=128, batch=1, extra=_documents(_ids(
         *[2048] * 16))), {"causal": True}, frozenset({"bench"})),
 )  # fmt: skip
+
+
+def _lists_of_first_head(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: array[:, 0] if name in ("key_tiles", "full_tiles") else array for name, array in arrays.items()}
+
 
 TOGGLES = {
     "bias": Toggle("bias", drop="bias"),
@@ -150,4 +173,5 @@ TOGGLES = {
     "q_blocksize": Toggle("lists-tails", {"q_blocksize": 7}),
     "kv_blocksize": Toggle("lists-tails", {"kv_blocksize": 7}),
     "mask_builder": Toggle("predicate", {"mask_builder": None}),
+    "per_head_tiles": Toggle("lists-per-head", change=_lists_of_first_head),
 }

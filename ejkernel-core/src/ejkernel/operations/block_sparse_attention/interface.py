@@ -34,7 +34,7 @@ class BlockSparseAttentionInputs(NamedTuple):
     key_tiles int32 `[B|1, n, m]`: besides what the masks say, queries of block i see only keys of the blocks `key_tiles[b, i]`,
     no block twice; the list ends at the first negative entry. Blocks have `q_blocksize` queries and `kv_blocksize` keys, the last
     ones fewer. full_tiles bool, as key_tiles: a promise that no mask hides a pair of the tile. Without key_tiles an
-    implementation chooses its own tiles.
+    implementation chooses its own tiles. With per_head_tiles both are `[B|1, h, n, m]`, lists of every head.
     """
 
     query: Float[Array, "b t h d"]
@@ -47,8 +47,8 @@ class BlockSparseAttentionInputs(NamedTuple):
     query_positions: Int32[Array, "#b t"] = None
     key_positions: Int32[Array, "#b s"] = None
     sinks: Float[Array, "#b h n"] = None
-    key_tiles: Int32[Array, "#b tiles m"] = None
-    full_tiles: Bool[Array, "#b tiles m"] = None
+    key_tiles: Int32[Array, "#b *h tiles m"] = None
+    full_tiles: Bool[Array, "#b *h tiles m"] = None
 
 
 BlockSparseAttentionOutputs = FlashAttentionOutputs
@@ -61,6 +61,7 @@ class BlockSparseAttentionCall(Call):
     Attributes:
         q_blocksize, kv_blocksize: tokens of the listed blocks; None without lists.
         mask_builder: a rule from positions of queries and keys, int32 arrays that broadcast together, to visibility; None = all.
+        per_head_tiles: every head has lists of its own.
     """
 
     query: ArraySpec
@@ -85,6 +86,7 @@ class BlockSparseAttentionCall(Call):
     q_blocksize: int | None = None
     kv_blocksize: int | None = None
     mask_builder: Callable[[Any, Any], Any] | None = None
+    per_head_tiles: bool = False
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -154,7 +156,7 @@ class BlockSparseAttention(Operation):
         Args:
             query: `[B, T, H, D]`; key, value, bias, softmax_aux, masks, segments, positions, lengths and the other options as in
                 `flash_attention`.
-            key_tiles: int `[B|1, n, m]` with n = ceil(T / q_blocksize).
+            key_tiles: int `[B|1, n, m]` with n = ceil(T / q_blocksize), or `[B|1, H, n, m]`, lists of every head.
             full_tiles: bool, shaped like key_tiles.
             q_blocksize, kv_blocksize: tokens of the listed blocks.
             mask_builder: `(query_positions, key_positions) -> bool`, elementwise.
@@ -189,7 +191,8 @@ class BlockSparseAttention(Operation):
         if key_tiles is not None:
             q_blocksize = as_count("q_blocksize", q_blocksize, 1)
             kv_blocksize = as_count("kv_blocksize", kv_blocksize, 1)
-            shared |= _lists(key_tiles, full_tiles, query.shape[0], -(-query.shape[1] // q_blocksize))
+            sizes = query.shape[0], query.shape[2], -(-query.shape[1] // q_blocksize)
+            shared |= _lists(key_tiles, full_tiles, sizes)
         else:
             for name, given in (("full_tiles", full_tiles), ("q_blocksize", q_blocksize), ("kv_blocksize", kv_blocksize)):
                 if given is not None:
@@ -201,6 +204,7 @@ class BlockSparseAttention(Operation):
             q_blocksize=q_blocksize,
             kv_blocksize=kv_blocksize,
             mask_builder=mask_builder,
+            per_head_tiles=inputs.key_tiles is not None and inputs.key_tiles.ndim == 4,
         )
         return Bound(call, inputs, dense.finish)
 
@@ -224,7 +228,8 @@ class BlockSparseAttention(Operation):
 
     def dimensions(self, call: BlockSparseAttentionCall) -> Mapping[str, str]:
         dense = FLASH_ATTENTION.dimensions(as_flash_call(call))
-        return {**dense, "key_tiles": "b? n m", "full_tiles": "b? n m"}
+        lists = "b? h n m" if call.per_head_tiles else "b? n m"
+        return {**dense, "key_tiles": lists, "full_tiles": lists}
 
     def output_specs(self, call: BlockSparseAttentionCall) -> FlashAttentionOutputs:
         return FLASH_ATTENTION.output_specs(as_flash_call(call))
@@ -249,13 +254,15 @@ def _positions(call: FlashAttentionCall, mask_info: Any, query_positions: Any, k
     return {name: jnp.asarray(array).astype(jnp.int32) for name, array in found.items() if array is not None}
 
 
-def _lists(key_tiles: Any, full_tiles: Any, batch: int, blocks: int) -> dict[str, Any]:
-    check_array("key_tiles", key_tiles, ndim=3, floating=False)
+def _lists(key_tiles: Any, full_tiles: Any, sizes: tuple[int, int, int]) -> dict[str, Any]:
+    batch, heads, blocks = sizes
+    check_array("key_tiles", key_tiles, floating=False)
     if not jnp.issubdtype(key_tiles.dtype, jnp.integer):
         raise wrong_type("key_tiles", f"dtype {key_tiles.dtype}", "an integer type")
     shape = tuple(key_tiles.shape)
-    if shape[:2] not in ((batch, blocks), (1, blocks)):
-        raise invalid("key_tiles", f"shape {shape}", f"[{batch} or 1, {blocks}, m]: {blocks} blocks of queries")
+    if shape[:1] not in ((batch,), (1,)) or shape[1:-1] not in ((blocks,), (heads, blocks)):
+        expected = f"[{batch} or 1, {blocks}, m], or [{batch} or 1, {heads}, {blocks}, m]"
+        raise invalid("key_tiles", f"shape {shape}", f"{expected}: {heads} heads, {blocks} blocks of queries")
     if full_tiles is not None:
         check_shape("full_tiles", full_tiles, shape, "the shape of key_tiles")
         if full_tiles.dtype != bool:

@@ -18,7 +18,7 @@ from ejkernel.call.arrays import ArraySpec
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import MaskInfo
 from ejkernel.operations.block_sparse_attention import tiles
-from ejkernel.operations.flash_attention.bind import as_count
+from ejkernel.operations.flash_attention.bind import as_count, as_flag
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
 from ejkernel.operations.flash_attention.visibility import Visibility, as_window
 
@@ -36,8 +36,9 @@ class BlockSparseLayout:
 
     Attributes:
         mask_info: the mask, all that was said of it but `mask_builder`.
-        key_tiles: int32 `[B|1, n, m]`: for each block of queries the blocks of keys that hold a visible pair, then -1.
-        full_tiles: bool `[B|1, n, m]`: all pairs of the tile are visible.
+        key_tiles: int32 `[B|1, n, m]`: for each block of queries the blocks of keys that hold a visible pair, then -1; or
+            `[B|1, H, n, m]`, of each head.
+        full_tiles: bool, as key_tiles: all pairs of the tile are visible.
         q_blocksize, kv_blocksize: tokens in a block.
         mask_builder: a rule `(query_positions, key_positions) -> bool` that belongs to the mask, or None.
         listed_by_rules: the lists follow from `mask_info` without a dense mask, so that they can be made again at no cost.
@@ -53,7 +54,7 @@ class BlockSparseLayout:
 
     @property
     def counts(self) -> Any:
-        """Tiles that each block of queries visits, int32 `[B|1, n]`."""
+        """Tiles that each block of queries visits, int32 `[B|1, n]` or `[B|1, H, n]`."""
         return tiles.TileLists(self.key_tiles, self.full_tiles).counts
 
     def density(self, keys: int) -> Any:
@@ -73,24 +74,27 @@ def block_sparse_layout(
     chunk_size: t.Count | None = None,
     q_blocksize: t.Count = 128,
     kv_blocksize: t.Count = 128,
+    per_head: t.Flag = False,
 ) -> BlockSparseLayout:
     """The tiles of a mask: build once, pass as `qkv_layouts` to `blocksparse_attention` in every layer.
 
-    A tile is listed if it holds a visible pair of any head. With a dense mask or a `mask_builder` every pair is looked at, in
-    O(T S) time and O(q_blocksize S) memory; otherwise bounds of positions and segments decide, in O(T + S), and a tile that
-    several rules only together leave empty may be listed too, which costs time and changes no result.
+    A tile is listed if it holds a visible pair of any head; with `per_head`, for each head. With a dense mask or a `mask_builder`
+    every pair is looked at, in O(T S) time and O(q_blocksize S) memory; otherwise bounds of positions and segments decide, in
+    O(T + S), and a tile that several rules only together leave empty may be listed too, which costs time and changes no result.
 
     Args:
         queries: T.
         keys: S; None means T.
         mask_info: a `MaskInfo`; may be traced.
         mask_builder: a function `(query_positions, key_positions) -> bool` of int32 arrays that broadcast together, elementwise,
-            made of operators that NumPy and JAX share; or a map bool `[n, tiles]` or `[B, n, tiles]` of the tiles to visit.
+            made of operators that NumPy and JAX share; or a map bool `[n, tiles]`, `[B, n, tiles]` or `[B|1, H, n, tiles]` of
+            the tiles to visit, the last for each head.
         causal: a query sees keys up to its own position.
         sliding_window: `(left, right)`, inclusive; an int w means (w, w).
         chunk_size: only keys of the query's own chunk are visible.
         q_blocksize: queries of one tile; it need not divide T.
         kv_blocksize: keys of one tile.
+        per_head: list the tiles of each head of a dense mask `[B, H, T, S]`: worth it where heads see different tiles.
 
     Returns:
         A `BlockSparseLayout`; all parts hold together (AND).
@@ -113,7 +117,8 @@ def block_sparse_layout(
     predicate, tile_map = as_predicate_or_map(mask_builder, -(-queries // q_block), -(-keys // k_block))
     if predicate is not None:
         tiles.check_predicate(predicate)
-    lists = _lists(said.aligned(None, queries, keys), queries, keys, predicate, tile_map, (q_block, k_block))
+    by_head = as_flag("per_head", per_head) or (tile_map is not None and tile_map.ndim == 4)
+    lists = _lists(said.aligned(None, queries, keys), queries, keys, predicate, tile_map, (q_block, k_block, by_head))
     by_rules = predicate is None and tile_map is None and said.mask is None
     return BlockSparseLayout(_as_mask_info(said, sizes), *lists, q_block, k_block, predicate, by_rules)
 
@@ -129,18 +134,19 @@ def as_predicate_or_map(builder: Any, blocks: int | None, tiles: int | None) -> 
                 raise wrong_type("mask_builder", "a function that holds a traced array", "one that does not", remedy=remedy)
         return builder, None
     if not hasattr(builder, "dtype") or builder.dtype != bool:
-        raise wrong_type("mask_builder", repr(builder), "a function of positions, or a map bool [n, tiles] or [B, n, tiles]")
-    found = builder if len(builder.shape) == 3 else builder[None]
-    if len(found.shape) != 3 or (blocks is not None and tuple(found.shape[1:]) != (blocks, tiles)):
-        raise invalid(
-            "mask_builder", f"a map of shape {tuple(builder.shape)}", f"[{blocks}, {tiles}] or [B, {blocks}, {tiles}]"
-        )
+        expected = "a function of positions, or a map bool [n, tiles], [B, n, tiles] or [B, H, n, tiles]"
+        raise wrong_type("mask_builder", repr(builder), expected)
+    found = builder[None] if len(builder.shape) == 2 else builder
+    if len(found.shape) not in (3, 4) or (blocks is not None and tuple(found.shape[-2:]) != (blocks, tiles)):
+        expected = f"[{blocks}, {tiles}], [B, {blocks}, {tiles}] or [B, H, {blocks}, {tiles}]"
+        raise invalid("mask_builder", f"a map of shape {tuple(builder.shape)}", expected)
     return None, found
 
 
 def _lists(
-    said: Visibility, queries: int, keys: int, predicate: MaskBuilder | None, tile_map: Any, blocks: tuple[int, int]
+    said: Visibility, queries: int, keys: int, predicate: MaskBuilder | None, tile_map: Any, blocks: tuple[int, int, bool]
 ) -> tuple[Any, Any]:
+    """`blocks`: queries and keys of a tile, and whether every head has lists."""
     if not queries or not keys:
         empty = np.zeros((1, -(-queries // blocks[0]), 0))
         return jnp.asarray(empty, jnp.int32), jnp.asarray(empty, bool)
@@ -163,10 +169,15 @@ def _lists(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _listed(call: Any, predicate: Any, blocks: tuple[int, int], arrays: Any, tile_map: Any) -> tuple[Any, Any]:
+def _listed(call: Any, predicate: Any, blocks: tuple[int, int, bool], arrays: Any, tile_map: Any) -> tuple[Any, Any]:
     inputs = FlashAttentionInputs(None, None, None, **arrays)
-    some, every = tiles.tile_map(call, inputs, predicate, *blocks)
-    return tuple(tiles.listed(some if tile_map is None else some & tile_map, every))
+    some, every = tiles.tile_map(call, inputs, predicate, *blocks[:2], per_head=blocks[2])
+    if tile_map is not None:
+        ndim = max(some.ndim, tile_map.ndim)
+        some, every, wanted = (x if x.ndim == ndim else x[:, None] for x in (some, every, tile_map))
+        some, every = jnp.broadcast_arrays(some & wanted, every)
+    lists = tiles.listed(some, every)
+    return lists.key_tiles, lists.full_tiles
 
 
 def _as_mask_info(said: Visibility, sizes: tuple[int, int, int, int]) -> MaskInfo:

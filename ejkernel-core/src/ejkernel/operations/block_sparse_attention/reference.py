@@ -52,10 +52,10 @@ def _dense(
 
 
 def _listed(call: BlockSparseAttentionCall, inputs: BlockSparseAttentionInputs) -> np.ndarray:
-    seen = np.zeros((len(inputs.key_tiles), 1, call.query.shape[1], call.key.shape[1]), bool)
+    lists = inputs.key_tiles if call.per_head_tiles else inputs.key_tiles[:, None]
+    seen = np.zeros((*lists.shape[:2], call.query.shape[1], call.key.shape[1]), bool)
     rows, columns = call.blocks
-    for b, blocks in enumerate(inputs.key_tiles):
-        for i, listed in enumerate(blocks):
-            for j in itertools.takewhile(lambda tile: tile >= 0, listed):
-                seen[b, :, i * rows : (i + 1) * rows, j * columns : (j + 1) * columns] = True
+    for b, h, i in np.ndindex(lists.shape[:3]):
+        for j in itertools.takewhile(lambda tile: tile >= 0, lists[b, h, i]):
+            seen[b, h, i * rows : (i + 1) * rows, j * columns : (j + 1) * columns] = True
     return seen

@@ -19,14 +19,14 @@ _NO_SEGMENT = 2**31 - 1
 
 
 class TileLists(NamedTuple):
-    """key_tiles int32 and full_tiles bool `[B|1, n, m]` of `BlockSparseAttentionInputs`; full_tiles None for not known."""
+    """key_tiles int32 and full_tiles bool `[B|1, *h, n, m]` of `BlockSparseAttentionInputs`; full_tiles None for not known."""
 
     key_tiles: Any
     full_tiles: Any
 
     @property
     def counts(self) -> Any:
-        """Length of each list, int32 `[B|1, n]`."""
+        """Length of each list, int32 `[B|1, *h, n]`."""
         return jnp.sum(jnp.cumprod(self.key_tiles >= 0, axis=-1, dtype=jnp.int32), axis=-1, dtype=jnp.int32)
 
 
@@ -36,7 +36,7 @@ def tile_lists(call: Any, inputs: Any, predicate: Predicate | None, q_block: int
 
 
 def listed(some: Any, every: Any) -> TileLists:
-    """From two maps bool `[b, n, tiles]`: tiles with a visible pair, and tiles with visible pairs only."""
+    """From two maps bool `[b, *h, n, tiles]`: tiles with a visible pair, and tiles with visible pairs only."""
     order = jnp.argsort(~some, axis=-1, stable=True).astype(jnp.int32)
     visited = jnp.take_along_axis(some, order, axis=-1)
     return TileLists(jnp.where(visited, order, -1), visited & jnp.take_along_axis(every, order, axis=-1))
@@ -59,20 +59,26 @@ def check_predicate(builder: Any) -> None:
 
 
 def mapped(lists: TileLists, tiles: int) -> Any:
-    """The map bool `[b, n, tiles]` of the listed tiles."""
-    counted = jnp.arange(lists.key_tiles.shape[-1])[None, None] < lists.counts[..., None]
-    return (counted[..., None] & (lists.key_tiles[..., None] == jnp.arange(tiles)[None, None, None])).any(-2)
+    """The map bool `[b, *h, n, tiles]` of the listed tiles."""
+    places = jnp.arange(lists.key_tiles.shape[-1]), jnp.arange(tiles)
+    place, tile = (jnp.expand_dims(x, range(lists.key_tiles.ndim - 1 + i)) for i, x in enumerate(places))
+    return ((place < lists.counts[..., None])[..., None] & (lists.key_tiles[..., None] == tile)).any(-2)
 
 
-def tile_map(call: Any, inputs: Any, predicate: Predicate | None, q_block: int, k_block: int) -> tuple[Any, Any]:
+def tile_map(
+    call: Any, inputs: Any, predicate: Predicate | None, q_block: int, k_block: int, *, per_head: bool = False
+) -> tuple[Any, Any]:
     """Whether each tile holds a visible pair, and whether all of its pairs are visible: bool `[B|1, n, tiles]`.
+
+    With `per_head`, `[B|1, H, n, tiles]` of a mask that differs between H heads.
 
     A dense mask or a predicate is looked at pair by pair, together with everything else. Without them bounds of positions and
     segments decide, in O(T + S): where several rules or unsorted segments meet, a tile may be said to hold a pair that it does
     not hold. Bias is left out of both.
     """
     if call.mask is not None or predicate is not None:
-        return _by_pairs(call, inputs, predicate, q_block, k_block)
+        some, every = _by_pairs(call, inputs, predicate, q_block, k_block)
+        return (some, every) if per_head and some.shape[1] > 1 else (some.any(1), every.all(1))
     return _by_bounds(call, inputs, q_block, k_block)
 
 
@@ -90,6 +96,7 @@ def _positions(call: Any, inputs: Any) -> tuple[Any, Any]:
 
 
 def _by_pairs(call: Any, inputs: Any, predicate: Predicate | None, q_block: int, k_block: int) -> tuple[Any, Any]:
+    """`[B|1, H|1, n, tiles]`."""
     queries, keys = call.query.shape[1], call.key.shape[1]
     q_blocks, k_blocks = _blocks(queries, q_block), _blocks(keys, k_block)
     query, key = _positions(call, inputs)
@@ -108,10 +115,10 @@ def _by_pairs(call: Any, inputs: Any, predicate: Predicate | None, q_block: int,
         if predicate is not None:
             seen = seen & predicate(position[:, None, :, None], key[:, None, None, :])
         tiles = jnp.broadcast_to(seen, (*seen.shape[:2], q_block, keys))[..., k_blocks]
-        return tiles.any((1, 2, 4)), tiles.all((1, 2, 4))
+        return tiles.any((2, 4)), tiles.all((2, 4))
 
     some, every = jax.lax.map(row, q_blocks)
-    return jnp.swapaxes(some, 0, 1), jnp.swapaxes(every, 0, 1)
+    return jnp.moveaxis(some, 0, 2), jnp.moveaxis(every, 0, 2)
 
 
 def _by_bounds(call: Any, inputs: Any, q_block: int, k_block: int) -> tuple[Any, Any]:

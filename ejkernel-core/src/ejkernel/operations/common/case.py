@@ -51,6 +51,7 @@ class Toggle:
         case: name of the case to start from.
         options: options to change.
         drop: array argument to leave out.
+        change: makes other arrays of those that are left, where they do not belong together any more.
         program: the field changes how the result is computed rather than the exact result (e.g. `precision`).
         dtype: the only one in which the field says anything; None = any. Products of halves have the same bits at any `precision`.
     """
@@ -58,5 +59,6 @@ class Toggle:
     case: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     drop: str | None = None
+    change: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     program: bool = False
     dtype: str | None = None

@@ -1,13 +1,63 @@
-"""Which rows belong to which matrix, made on the device from the sizes of the groups."""
+"""Which rows belong to which matrix: the arguments that say it, and what is made of them on the device."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.call.arrays import ArraySpec
+from ejkernel.call.random import shares
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.utils.checks import check_array
 
 _MANY = 4096
+
+
+def check_groups(group_sizes: Any, group_offset: Any, held: int, name: str) -> None:
+    """Refuse groups that are not those of the `held` matrices of the argument `name`."""
+    check_array("group_sizes", group_sizes, ndim=1, floating=False)
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise wrong_type("group_sizes", f"dtype {group_sizes.dtype}", "integers")
+    if group_offset is None:
+        if group_sizes.shape[0] != held:
+            remedy = f"group_offset= says which groups {name} holds" if group_sizes.shape[0] > held else ""
+            raise invalid("group_sizes", f"{group_sizes.shape[0]} groups", f"{held} as in {name}", remedy=remedy)
+        return
+    if group_sizes.shape[0] < held:
+        raise invalid("group_sizes", f"{group_sizes.shape[0]} groups", f"at least {held} as in {name}")
+    if not jnp.issubdtype(jnp.result_type(group_offset), jnp.integer):
+        raise wrong_type("group_offset", f"dtype {jnp.result_type(group_offset)}", "an integer")
+    if jnp.shape(group_offset) not in ((), (1,)):
+        raise invalid("group_offset", f"shape {jnp.shape(group_offset)}", "a scalar or [1]")
+
+
+def check_sizes(group_sizes: Any, rows: Any, name: str) -> None:
+    """Refuse concrete sizes that are negative or more than the rows of the argument `name`."""
+    if group_sizes is None or rows is None or isinstance(group_sizes, jax.core.Tracer) or getattr(rows, "ndim", 0) != 2:
+        return
+    values = np.asarray(group_sizes)
+    if values.ndim == 1 and ((values < 0).any() or values.sum() > rows.shape[0]):
+        raise invalid("group_sizes", values, f"values >= 0 with a sum of at most {rows.shape[0]} = rows of {name}")
+
+
+def grouping(group_sizes: Any, group_offset: Any) -> tuple[Any, Any]:
+    """Both with a batch axis, int32; the offset may be None."""
+    offset = None if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(1)
+    return jnp.asarray(group_sizes, jnp.int32)[None], offset
+
+
+def random_grouping(
+    rng: np.random.Generator, sizes: ArraySpec, offset: ArraySpec | None, rows: int, held: int
+) -> dict[str, Any]:
+    """Uneven groups of all rows; with an offset, the matrices are those of the middle."""
+    made: dict[str, Any] = {"group_sizes": shares(rng, sizes, rows)}
+    if offset is not None:
+        made["group_offset"] = np.full(offset.shape, (sizes.shape[1] - held) // 2, np.int32)
+    return made
 
 
 def bounds_of(sizes: Any, offset: Any, batch: int, rows: int, matrices: int) -> Any:

@@ -6,18 +6,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int32, Num
 
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, has_gradient
-from ejkernel.call.random import shares
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.flash_attention.bind import as_precision
+from ejkernel.operations.grouped_matmul.groups import check_groups, check_sizes, grouping, random_grouping
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute, check_shape, result_dtype
@@ -132,7 +130,7 @@ class GroupedMatmul(Operation):
             meaning = "[G, N, K]" if transpose_rhs else "[G, K, N]"
             raise invalid("rhs", f"shape {tuple(rhs.shape)}", f"{meaning} with K = {inner} as in lhs")
         columns = rhs.shape[1 if transpose_rhs else 2]
-        _check_groups(group_sizes, group_offset, rhs.shape[0])
+        check_groups(group_sizes, group_offset, rhs.shape[0], "rhs")
         preferred = _common_dtype(lhs, rhs) if preferred_element_type is None else preferred_element_type
         dtype = result_dtype("preferred_element_type", preferred)
         if existing_out is not None:
@@ -143,8 +141,7 @@ class GroupedMatmul(Operation):
         inputs = GroupedMatmulInputs(
             lhs[None],
             rhs[None],
-            jnp.asarray(group_sizes, jnp.int32)[None],
-            None if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(1),
+            *grouping(group_sizes, group_offset),
             None if existing_out is None else existing_out[None],
             None if rhs_scale is None else rhs_scale.reshape(1, rhs.shape[0], *rhs_scale.shape[1:] or (1,)),
             None if bias is None else bias[None],
@@ -160,20 +157,12 @@ class GroupedMatmul(Operation):
         return Bound(call, inputs, lambda outputs: outputs.out[0])
 
     def check_values(self, arrays: Mapping[str, Any]) -> None:
-        sizes, lhs = arrays.get("group_sizes"), arrays.get("lhs")
-        if sizes is None or lhs is None or isinstance(sizes, jax.core.Tracer) or getattr(lhs, "ndim", 0) != 2:
-            return
-        values = np.asarray(sizes)
-        if values.ndim == 1 and ((values < 0).any() or values.sum() > lhs.shape[0]):
-            raise invalid("group_sizes", values, f"values >= 0 with a sum of at most {lhs.shape[0]} = rows of lhs")
+        check_sizes(arrays.get("group_sizes"), arrays.get("lhs"), "lhs")
 
     def random_inputs(self, call: GroupedMatmulCall, rng: np.random.Generator, **given: Any) -> GroupedMatmulInputs:
         """Uneven groups of all rows; with an offset, rhs holds those of the middle."""
-        sizes = shares(rng, call.group_sizes, call.lhs.shape[1])
-        if call.group_offset is not None:
-            first = (call.group_sizes.shape[1] - call.rhs.shape[1]) // 2
-            given = {"group_offset": np.full(call.group_offset.shape, first, np.int32), **given}
-        return super().random_inputs(call, rng, group_sizes=sizes, **given)
+        known = random_grouping(rng, call.group_sizes, call.group_offset, call.lhs.shape[1], call.rhs.shape[1])
+        return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: GroupedMatmulCall) -> Mapping[str, str]:
         return {
@@ -206,23 +195,6 @@ class GroupedMatmul(Operation):
         products = sum(moves for _, moves in sides) + (call.rhs_scale is not None or call.lhs_scale is not None)
         moved = sum((1 + moves) * spec.nbytes for spec, moves in sides) + 2 * small + out + existing
         return Cost(products * product, moved)
-
-
-def _check_groups(group_sizes: Any, group_offset: Any, held: int) -> None:
-    check_array("group_sizes", group_sizes, ndim=1, floating=False)
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise wrong_type("group_sizes", f"dtype {group_sizes.dtype}", "integers")
-    if group_offset is None:
-        if group_sizes.shape[0] != held:
-            remedy = "group_offset= says which groups rhs holds" if group_sizes.shape[0] > held else ""
-            raise invalid("group_sizes", f"{group_sizes.shape[0]} groups", f"{held} as in rhs", remedy=remedy)
-        return
-    if group_sizes.shape[0] < held:
-        raise invalid("group_sizes", f"{group_sizes.shape[0]} groups", f"at least {held} as in rhs")
-    if not jnp.issubdtype(jnp.result_type(group_offset), jnp.integer):
-        raise wrong_type("group_offset", f"dtype {jnp.result_type(group_offset)}", "an integer")
-    if jnp.shape(group_offset) not in ((), (1,)):
-        raise invalid("group_offset", f"shape {jnp.shape(group_offset)}", "a scalar or [1]")
 
 
 def _check_sides(lhs: Any, rhs: Any) -> None:

@@ -27,6 +27,7 @@ def arrays(
     extreme: bool = False,
     forget: bool = False,
     garbage: int | None = None,
+    transposed: bool = False,
 ) -> Callable[[np.random.Generator], Mapping[str, Any]]:
     """A maker of arguments.
 
@@ -62,6 +63,8 @@ def arrays(
 
     def make(rng: np.random.Generator) -> Mapping[str, Any]:
         made: dict[str, Any] = {name: rng.standard_normal(shapes[name]).astype(np.float32) for name in plain}
+        if state and transposed:
+            made["initial_state"] = np.ascontiguousarray(made["initial_state"].swapaxes(-1, -2))
         made.update({"g_gamma" if name == "gamma" else name: decay(rng, shapes[name]) for name in decays.split()})
         if garbage is not None:
             made["key"][:, garbage:], made["value"][:, garbage:] = np.nan, np.nan
@@ -75,6 +78,7 @@ def arrays(
 
 
 _STATE = {"return_state": True}
+_TRANSPOSED = {**_STATE, "transposed_state": True}
 _BENCH, _BENCH_CPU = frozenset({"bench"}), frozenset({"bench-cpu"})
 _TRANSFORMS = frozenset({"transforms"})
 _EXTREME = frozenset({"extreme"})
@@ -92,11 +96,14 @@ CASES = (
     Case("query-groups", arrays(heads=2, query_heads=4, decays="g gamma", state=True), _STATE),
     Case("query-groups-shared-state", arrays(heads=1, query_heads=3, decays="gk gv"), _STATE),
     Case("value-groups", arrays(heads=2, value_heads=4, decays="g", state=True), _STATE),
+    Case("transposed-state", arrays(heads=1, value_heads=3, decays="g", state=True, transposed=True), _TRANSPOSED),
+    Case("transposed-packed", arrays(1, 9, decays="gk", state=True, bounds=(0, 5, 9), transposed=True), _TRANSPOSED),
     Case("packed", arrays(1, 24, decays="g gk", state=True, bounds=(0, 5, 6, 6, 24)), _STATE),
     Case("packed-reset", arrays(1, decays="g", bounds=(0, 7, 20)), tags=_TRANSFORMS),
     Case("packed-tail", arrays(1, decays="gk gv", bonus=True, bounds=(0, 9, 14)), {"reverse": True, **_STATE}),
     Case("packed-no-sequence", arrays(1, 6, decays="g", bounds=(0,), state=True), _STATE),
     Case("long", arrays(1, 150, 1, decays="g gk")),
+    Case("square-state", arrays(1, 6, width=4, channels=4, decays="g", state=True), _STATE),
     Case("length-1", arrays(length=1, decays="g gk gv", bonus=True, state=True), _STATE),
     Case("length-0", arrays(length=0, decays="g", state=True), _STATE),
     Case("extreme-key-decay", arrays(length=40, decays="gk", extreme=True, rate=0.05), tags=_EXTREME),
@@ -125,5 +132,6 @@ TOGGLES = {
     "scale": Toggle("gla", {"scale": 2.0}),
     "reverse": Toggle("gla", {"reverse": True}),
     "return_state": Toggle("scalar", {"return_state": True}),
+    "transposed_state": Toggle("square-state", {"transposed_state": True}),
     "precision": Toggle("gamma", {"precision": "default"}, program=True),
 }

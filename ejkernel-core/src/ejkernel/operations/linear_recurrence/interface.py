@@ -27,8 +27,9 @@ class LinearRecurrenceInputs(NamedTuple):
     """Arrays with their canonical dims.
 
     query, key `[b, t, h, d]`, value `[b, t, h, v]`; log decays g `[b, t, h]`, g_gamma `[1 or b, h]`, gk `[b, t, h, d]`,
-    gv `[b, t, h, v]`; bonus `[1 or b, h, d]`; initial_state `[b, n, H, d, v]`; cu_seqlens int32 `[1 or b, n + 1]`, n = 1
-    without. The axis h has H heads, or K heads that H / K consecutive heads share; only initial_state always has H.
+    gv `[b, t, h, v]`; bonus `[1 or b, h, d]`; initial_state `[b, n, H, d, v]`, or `[b, n, H, v, d]` with transposed_state;
+    cu_seqlens int32 `[1 or b, n + 1]`, n = 1 without. The axis h has H heads, or K heads that H / K consecutive heads share; only
+    initial_state always has H.
     """
 
     query: Float[Array, "b t _ d"]
@@ -39,16 +40,16 @@ class LinearRecurrenceInputs(NamedTuple):
     gk: Float[Array, "b t _ d"] = None
     gv: Float[Array, "b t _ v"] = None
     bonus: Float[Array, "#b _ d"] = None
-    initial_state: Float[Array, "b n h d v"] = None
+    initial_state: Float[Array, "b n h _ _"] = None
     cu_seqlens: Int32[Array, "#b boundaries"] = None
 
 
 class LinearRecurrenceOutputs(NamedTuple):
-    """out `[b, t, H, v]` in the dtype of value; final_state `[b, n, H, d, v]`, float32 (float64 for float64), with
-    return_state. There is no residual."""
+    """out `[b, t, H, v]` in the dtype of value; final_state like initial_state, float32 (float64 for float64), with return_state.
+    There is no residual."""
 
     out: Float[Array, "b t h v"]
-    final_state: Float[Array, "b n h d v"] = None
+    final_state: Float[Array, "b n h _ _"] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,7 @@ class LinearRecurrenceCall(Call):
         scale: factor of the output.
         reverse: every sequence runs from its last token to its first.
         return_state: final_state is wanted.
+        transposed_state: states are `[b, n, H, v, d]`, as state-space models keep them.
         precision: of the products: None (full precision of the inputs' common dtype), or "default", "high", "highest".
     """
 
@@ -75,6 +77,7 @@ class LinearRecurrenceCall(Call):
     scale: float = 1.0
     reverse: bool = False
     return_state: bool = False
+    transposed_state: bool = False
     precision: str | None = None
 
     @property
@@ -91,6 +94,12 @@ class LinearRecurrenceCall(Call):
     @property
     def state_dtype(self) -> str:
         return "float64" if "float64" in (self.query.dtype, self.key.dtype, self.value.dtype) else "float32"
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """Of a head's state: channels of key and of value, or the other way round."""
+        shape = self.query.shape[3], self.value.shape[3]
+        return shape[::-1] if self.transposed_state else shape
 
 
 class LinearRecurrence(Operation):
@@ -124,14 +133,15 @@ class LinearRecurrence(Operation):
         scale: float | None = None,
         reverse: bool = False,
         return_state: bool = False,
+        transposed_state: bool = False,
         precision: Any = None,
     ) -> Bound:
-        """Check and bring the state to `[B, n, H, D, V]`.
+        """Check and bring the state to `[B, n, H, D, V]`, or `[B, n, H, V, D]` with transposed_state.
 
         Arguments as in `ejkernel.recurrent_attention`; scale is its softmax_scale. bonus: weight of the token itself `[heads,D]`;
         None: the state after the token is read. Every array has H or K heads, the most and the fewest of query, key and value.
         """
-        for name, flag in (("reverse", reverse), ("return_state", return_state)):
+        for name, flag in (("reverse", reverse), ("return_state", return_state), ("transposed_state", transposed_state)):
             if not isinstance(flag, bool):
                 raise wrong_type(name, repr(flag), "a bool")
         for name, array in (("query", query), ("key", key), ("value", value)):
@@ -159,8 +169,9 @@ class LinearRecurrence(Operation):
         if initial_state is not None:
             count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
             check_compute("initial_state", initial_state)
-            meaning = "[B, H, D, V]" if cu_seqlens is None else "[n, H, D, V]"
-            check_shape("initial_state", initial_state, (count, heads[1], width, channels), meaning)
+            sizes, meaning = ((channels, width), "H, V, D") if transposed_state else ((width, channels), "H, D, V")
+            meaning = f"[B, {meaning}]" if cu_seqlens is None else f"[n, {meaning}]"
+            check_shape("initial_state", initial_state, (count, heads[1], *sizes), meaning)
         packed = cu_seqlens is not None
         inputs = LinearRecurrenceInputs(
             query,
@@ -181,6 +192,7 @@ class LinearRecurrence(Operation):
             scale=factor,
             reverse=reverse,
             return_state=return_state,
+            transposed_state=transposed_state,
             precision=as_precision(precision),
         )
 
@@ -206,6 +218,7 @@ class LinearRecurrence(Operation):
         return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: LinearRecurrenceCall) -> Mapping[str, str]:
+        state = "b n h v d" if call.transposed_state else "b n h d v"
         return {
             "query": "b t h d",
             "key": "b t h d",
@@ -215,16 +228,15 @@ class LinearRecurrence(Operation):
             "gk": "b t h d",
             "gv": "b t h v",
             "bonus": "b? h d",
-            "initial_state": "b n h d v",
+            "initial_state": state,
             "cu_seqlens": "b? s",
             "out": "b t h v",
-            "final_state": "b n h d v",
+            "final_state": state,
         }
 
     def output_specs(self, call: LinearRecurrenceCall) -> LinearRecurrenceOutputs:
-        batch, length, _, width = call.query.shape
-        heads, channels = call.heads[1], call.value.shape[3]
-        state = ArraySpec((batch, call.sequences, heads, width, channels), call.state_dtype)
+        (batch, length), heads, channels = call.query.shape[:2], call.heads[1], call.value.shape[3]
+        state = ArraySpec((batch, call.sequences, heads, *call.state_shape), call.state_dtype)
         out = ArraySpec((batch, length, heads, channels), call.value.dtype)
         return LinearRecurrenceOutputs(out, state if call.return_state else None)
 

@@ -13,6 +13,7 @@ from ejkernel.operations.linear_recurrence.interface import (
     LinearRecurrenceInputs,
     LinearRecurrenceOutputs,
 )
+from ejkernel.operations.linear_recurrence.transposed import pulled_with_key_first, with_key_first
 
 
 def _sequences(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) -> Iterator[tuple[int, int, list[int]]]:
@@ -56,6 +57,8 @@ def _bonus(x: LinearRecurrenceInputs, row: int) -> Any:
 
 
 def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) -> LinearRecurrenceOutputs:
+    if call.transposed_state:
+        return with_key_first(call, inputs, lambda call, inputs: forward(call, inputs))
     x = _expanded(call, inputs)
     batch, length, heads, width = x.query.shape
     out = np.zeros((batch, length, heads, x.value.shape[3]))
@@ -77,6 +80,8 @@ def backward(
     outputs: LinearRecurrenceOutputs,
     cotangents: LinearRecurrenceOutputs,
 ) -> LinearRecurrenceInputs:
+    if call.transposed_state:
+        return pulled_with_key_first(call, inputs, cotangents, lambda *given: backward(given[0], given[1], outputs, given[2]))
     x = _expanded(call, inputs)
     grads = {name: np.zeros(array.shape) for name, array in named(x) if name != "cu_seqlens"}
     for row, index, tokens in _sequences(call, inputs):

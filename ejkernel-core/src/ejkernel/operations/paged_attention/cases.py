@@ -122,6 +122,7 @@ def _arrays(
 
 
 _DECODE = ((1, 5), (1, 9), (1, 1))
+_PROMPTS = ((40, 90), (1, 34), (3, 0), (0, 5), (20, 20))
 _MIXED = ((3, 3), (1, 7), (5, 9))
 _LARGE: dict[str, Any] = {"page_size": 16, "heads": 32, "key_heads": 8, "head_size": 128}
 _LARGER_PAGES: dict[str, Any] = {**_LARGE, "page_size": 64}
@@ -191,6 +192,17 @@ CASES = (
     Case("value-size", _arrays(_MIXED, value_size=5)),
     Case("one-token-pages", _arrays(((2, 3), (1, 6)), page_size=1)),
     Case("shared-page", _arrays(((2, 6), (2, 7)), shared=True)),
+    Case("prompts", _arrays(_PROMPTS, page_size=16, spare_tokens=3), {"return_lse": True}),
+    Case(
+        "prompts-in-a-window",
+        _arrays(_PROMPTS, page_size=8, heads=6, head_size=24, value_size=16, sinks=(6,), layout="phtd", garbage=10**6),
+        {"layout": "phtd", "sliding_window": 20, "logits_soft_cap": 3.0},
+    ),
+    Case(
+        "prompts-interleaved",
+        _arrays(_PROMPTS, page_size=16, heads=3, key_heads=3, head_size=16, layout=INTERLEAVED),
+        {"layout": INTERLEAVED, "causal": False},
+    ),
     Case("bench-decode-b64-4k", _arrays(((1, 4096),) * 64, **_LARGE), tags=_BENCH),
     Case("bench-decode-b1-128k", _arrays(((1, 131072),), **_LARGER_PAGES), tags=_BENCH),
     Case("bench-float8-decode-b64-4k", _arrays(((1, 4096),) * 64, **_LARGE, **_FLOAT8), tags=_BENCH_FLOAT8),

@@ -11,6 +11,9 @@ from ejkernel.plugin import Phase
 from ejkernel.targets import Target
 
 _MANY_REQUESTS = 8
+_MANY_NEW_TOKENS = 512
+_FEW_NEW_TOKENS = 16
+"""Of a request on average."""
 _MANY_STORED_BYTES, _VERY_MANY_STORED_BYTES = 2**25, 2**28
 """Of keys and values that block tables have room for: lengths are not known before a program runs."""
 
@@ -44,5 +47,20 @@ def _paged_attention_on_cuda(call: PagedAttentionCall, phase: Phase, target: Tar
     return Priority(BEHIND_TRITON, f"pages of {call.key_pages.dtype} were not timed beside Triton's")
 
 
-ORDER: Mapping[str, Mapping[str, int | Rule]] = {"gpu": {"triton": TRITON, "cuda": _paged_attention_on_cuda}}
+def _prompts_on_cuda(call: PagedAttentionCall, phase: Phase, target: Target) -> Priority:
+    """benchmarks/results/orders_h100.json, milliseconds, in pages of 16 and 64:
+
+    4 x 1024 of 8192 H32/8 D128       0.87, 0.82, Triton 1.67, 1.19      H64/8 D64   1.14, 1.09, Triton 2.23, 1.64
+    1 x 2048 of 2048 H32/8 D128       0.095, 0.090, Triton 0.133, 0.109  H16 D128    0.062, 0.058, Triton 0.079, 0.063
+    60 x 1, 2 x 1024 of 4096 H32/8    0.57, 0.54, Triton 0.69, 0.68      H16 D128    0.82, 0.78, Triton 0.88, 0.83
+    """
+    tokens, requests = call.query.shape[1], call.kv_lens.shape[1]
+    if tokens < _MANY_NEW_TOKENS or tokens <= _FEW_NEW_TOKENS * requests:
+        return Priority(BEHIND_TRITON, "Triton's was faster for few new tokens, or was not timed beside it")
+    return Priority(FIRST)
+
+
+ORDER: Mapping[str, Mapping[str, int | Rule]] = {
+    "gpu": {"triton": TRITON, "cuda": _paged_attention_on_cuda, "cuda.prefill": _prompts_on_cuda}
+}
 """benchmarks/results/paged_h200.json: Triton decodes 5 to 140 times as fast as XLA, 1.8 to 1.9 times as JAX's Pallas kernel."""

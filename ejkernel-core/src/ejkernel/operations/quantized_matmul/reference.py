@@ -1,9 +1,17 @@
-"""`quantized_matmul` in NumPy float64: codes are read bit by bit and looked up in tables."""
+"""`quantized_matmul` in NumPy float64: codes are read bit by bit and looked up in tables.
+
+With groups, the weights are those of the reference of `grouped_matmul`.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from ejkernel.call.arrays import ArraySpec
+from ejkernel.operations.grouped_matmul import reference as grouped_matmul
+from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall, GroupedMatmulInputs, GroupedMatmulOutputs
 from ejkernel.operations.quantized_matmul.interface import (
     QuantizedMatmulCall,
     QuantizedMatmulInputs,
@@ -46,16 +54,28 @@ def _factors(call: QuantizedMatmulCall, scales: np.ndarray) -> np.ndarray:
 
 
 def _parts(call: QuantizedMatmulCall, inputs: QuantizedMatmulInputs) -> tuple[np.ndarray, np.ndarray]:
-    """`code - zero` (or the value) and scale of every weight, `[b?, rows, columns]`."""
+    """`code - zero` (or the value) and scale of every weight, `[b?, *g, rows, columns]`."""
     values = _values(call, np.asarray(inputs.w))
     if inputs.zeros is not None:
-        values = values - np.repeat(inputs.zeros, call.group_size, axis=2)
-    return values, np.repeat(_factors(call, np.asarray(inputs.scales)), call.group_size, axis=2)
+        values = values - np.repeat(inputs.zeros, call.group_size, axis=-1)
+    return values, np.repeat(_factors(call, np.asarray(inputs.scales)), call.group_size, axis=-1)
+
+
+def _in_groups(
+    call: QuantizedMatmulCall, inputs: QuantizedMatmulInputs, weights: np.ndarray
+) -> tuple[GroupedMatmulCall, GroupedMatmulInputs]:
+    """The same product with weights of any numbers."""
+    given = GroupedMatmulInputs(inputs.x, weights, inputs.group_sizes, inputs.group_offset)
+    specs: Any = {name: ArraySpec.of(value) for name, value in given._asdict().items() if value is not None}
+    options: Any = {"preferred_element_type": "float64", "transpose_rhs": call.transpose}
+    return GroupedMatmulCall(**specs, **options), given
 
 
 def forward(call: QuantizedMatmulCall, inputs: QuantizedMatmulInputs) -> QuantizedMatmulOutputs:
     shifted, factors = _parts(call, inputs)
     weights = shifted * factors
+    if inputs.group_sizes is not None:
+        return QuantizedMatmulOutputs(grouped_matmul.forward(*_in_groups(call, inputs, weights)).out)
     return QuantizedMatmulOutputs(inputs.x @ (weights.swapaxes(1, 2) if call.transpose else weights))
 
 
@@ -68,8 +88,12 @@ def backward(
     shifted, factors = _parts(call, inputs)
     weights = shifted * factors
     grad = cotangents.out
-    d_x = grad @ (weights if call.transpose else weights.swapaxes(1, 2))
-    d_w = grad.swapaxes(1, 2) @ inputs.x if call.transpose else inputs.x.swapaxes(1, 2) @ grad
+    if inputs.group_sizes is None:
+        d_x = grad @ (weights if call.transpose else weights.swapaxes(1, 2))
+        d_w = grad.swapaxes(1, 2) @ inputs.x if call.transpose else inputs.x.swapaxes(1, 2) @ grad
+    else:
+        given = GroupedMatmulOutputs(grad)
+        d_x, d_w, *_ = grouped_matmul.backward(*_in_groups(call, inputs, weights), given, given)
     if len(d_w) != len(inputs.w):
         d_w = d_w.sum(axis=0, keepdims=True)
 

@@ -1,0 +1,1 @@
+"""The tokens that sparse attention reads, chosen by a lightning indexer."""

@@ -1,0 +1,1 @@
+"""The lightning indexer of sparse attention in Triton."""
