@@ -28,7 +28,7 @@ from ejkernel_triton._versions import version_problem
 from ejkernel_triton.linear_recurrence import capability, config
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
-from ejkernel_triton import testing
+from ejkernel_triton import _jax_triton, testing
 from ejkernel_triton.linear_recurrence import forms, kernel
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
@@ -40,6 +40,19 @@ SEVERAL_SEGMENTS = config.Config(16, 16, 16, 4, 1)
 @pytest.fixture
 def interpreted(monkeypatch):
     monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of kernels that the interpreter runs, and how many heads or blocks each program runs."""
+    found = []
+
+    def recorded_call(function, *arguments, **constants):
+        found.append((function.fn.__name__, constants.get("MEMBERS")))
+        return testing.interpreted_call(function, *arguments, **constants)
+
+    monkeypatch.setattr(kernel, "call_kernel", recorded_call)
+    return found
 
 
 def bound_of(maker, options=None, dtype="float32"):
@@ -120,25 +133,53 @@ def test_few_tokens_go_one_after_the_other(interpreted, decays, options, length,
         ("", {"value_heads": 4}, (0, 17, 33), False),
     ],
 )
-def test_programs_that_sum_heads(interpreted, monkeypatch, decays, heads, bounds, reverse):
+def test_programs_that_sum_heads(launched, monkeypatch, decays, heads, bounds, reverse):
     """What heads share has its gradient summed by the program that runs them; here by one, and by several."""
     maker = arrays(1, 40, 2, 20, 18, decays=decays, state=True, bounds=bounds, rate=0.1, **heads)
     call, inputs = bound_of(maker, {"reverse": reverse, "return_state": True})
-    launched = []
-
-    def recorded_call(kernel, *arguments, **constants):
-        launched.append(constants.get("MEMBERS", 1))
-        return testing.interpreted_call(kernel, *arguments, **constants)
-
-    monkeypatch.setattr(kernel, "call_kernel", recorded_call)
     group = call.heads[1] // call.heads[0]
     monkeypatch.setattr(kernel, "_PROGRAMS", 1)
     check(call, inputs, SEVERAL_SEGMENTS)
-    assert group in launched
+    assert ("fused_chunk_kernel", group) in launched
     launched.clear()
     monkeypatch.setattr(kernel, "_PROGRAMS", 10**6)
     check(call, inputs, SEVERAL_SEGMENTS)
-    assert set(launched) == {1}
+    assert {members for _, members in launched} == {None, 1}
+
+
+@pytest.mark.parametrize(
+    ("decays", "options", "reverse", "members"),
+    [
+        ("g", {"value_heads": 4, "rate": 0.1}, False, 4),
+        ("g gamma", {"value_heads": 4, "state": True, "rate": 0.1}, True, 4),
+        ("g", {"heads": 4, "value_heads": 2, "rate": 3.0}, False, 2),
+    ],
+)
+def test_stored_states(launched, monkeypatch, decays, options, reverse, members):
+    """Backward from the states of all chunks: a tail, two blocks of value, several segments of gradients of decays."""
+    options = {"heads": 2} | options
+    maker = arrays(1, 90, width=20, channels=20, decays=decays, **options)
+    call, inputs = bound_of(maker, {"reverse": reverse, "return_state": True}, "bfloat16")
+    choice = dataclasses.replace(SEVERAL_SEGMENTS, store_states=True)
+    found = []
+    for programs, most in ((1, members), (10**6, 1)):
+        monkeypatch.setattr(kernel, "_PROGRAMS", programs)
+        launched.clear()
+        found.append(check(call, inputs, choice, (8e-3, 1.6e-2))[1])
+        assert ("query_gradients_kernel", most) in launched and ("key_gradients_kernel", most) in launched
+    for name in ("value", "g"):  # the same numbers, whichever programs compute them
+        np.testing.assert_array_equal(getattr(found[0], name), getattr(found[1], name))
+
+
+@pytest.mark.parametrize(
+    ("decays", "options", "dtype"),
+    [("g", {}, "float32"), ("gk", {}, "bfloat16"), ("", {}, "bfloat16"), ("g", {"bounds": (0, 9, 40)}, "bfloat16")],
+)
+def test_states_are_not_stored_for_other_calls(launched, decays, options, dtype):
+    call, inputs = bound_of(arrays(1, 40, 1, 5, 4, decays=decays, rate=0.1, **options), {}, dtype)
+    limits = (2e-6, 1e-5) if dtype == "float32" else (8e-3, 1.6e-2)
+    check(call, inputs, dataclasses.replace(SEVERAL_SEGMENTS, store_states=True), limits)
+    assert "chunk_states_kernel" not in {name for name, _ in launched} and not config.can_store_states(call)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -260,6 +301,26 @@ def test_compiles_within_the_limits(monkeypatch, tmp_path, name):
         assert compiled.asm["ptx"].count("wgmma.mma_async") >= 8, "products of whole tiles are not on the matrix units"
 
 
+def test_stored_states_compile_within_the_limits(monkeypatch, tmp_path):
+    """Every config of the search space that stores states; it has none before Hopper."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    case, found, tolerated = NAMED["bench-ssd-b4-t4096-h80-n128"], {}, testing.tolerated_stack(64)
+    assert not any(
+        "store_states=True" in name for name, _ in recorded("linear_recurrence", case, "bfloat16", target_of(80), space=True)
+    )
+    kernels = ("query_gradients_kernel", "key_gradients_kernel", "chunk_states_kernel")
+    for name, launch in recorded("linear_recurrence", case, "bfloat16", target_of(90), space=True):
+        if "store_states=True" in name and launch.kernel.fn.__name__ in kernels:
+            found[launch.identity] = launch
+    assert len(found) >= 12
+    for launch in found.values():
+        compiled = launch.compile(90)
+        used = testing.resources(compiled)
+        assert used.shared <= 113 * 1024, "two programs do not fit on a multiprocessor"
+        assert used.stack <= 96 + tolerated and used.spilling < 0.02, (launch.kernel.fn.__name__, launch.constants)
+        assert compiled.asm["ptx"].count("wgmma.mma_async") >= 4, "products of whole tiles are not on the matrix units"
+
+
 @needs_jax_triton
 @pytest.mark.parametrize(("length", "sequences"), [(64, 0), (1, 0), (1, 1)])
 def test_lowers_for_cuda(length, sequences):
@@ -275,6 +336,21 @@ def test_lowers_for_cuda(length, sequences):
         text = jax.jit(jax.grad(loss)).trace(tokens, bounds).lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
     assert "ejkernel.linear_recurrence.backward[triton]" in text
     assert text.count("stablehlo.custom_call @triton_kernel_call") >= 8
+
+
+@needs_jax_triton
+@pytest.mark.parametrize("length", [1, 150])
+def test_stored_states_lower_for_cuda(monkeypatch, length):
+    monkeypatch.setattr(_jax_triton, "current_target", lambda: H200)
+    call, inputs = bound_of(arrays(1, length, 1, 16, 16, value_heads=4, decays="g"), {}, "bfloat16")
+    choice = config.Config(64, 64, 16, 4, 2, True)
+
+    def gradients(inputs):
+        outputs = LinearRecurrenceOutputs(jnp.ones((1, length, 4, 16), "bfloat16"))
+        return tuple(x for x in kernel.backward(call, inputs, outputs, outputs, choice) if x is not None)
+
+    text = jax.jit(gradients).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @triton_kernel_call") == 6
 
 
 def test_supports():

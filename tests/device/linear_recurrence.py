@@ -2,13 +2,14 @@
 
     python tests/device/linear_recurrence.py --out results
 
-For the benchmark cases of the operation, in bfloat16: outputs and gradients of configs of the search spaces against XLA in float32,
-each config twice, bit by bit; device times by CUPTI, the heuristic's kernel by kernel, and XLA's. Prints tables, writes
-`linear_recurrence.json` under `--out` (or `$OUT`), exits with 1 if a number is wrong.
+For the benchmark cases of the operation, in bfloat16: outputs and gradients of configs of the search spaces, always those that
+store states among them, against XLA in float32, each config twice, bit by bit; device times by CUPTI, kernel by kernel for the
+heuristic's and for those that store states, and XLA's. Prints tables, writes `linear_recurrence.json` under `--out` (or `$OUT`),
+exits with 1 if a number is wrong.
 
 `--cases` names, comma separated; `--most` configs of each case and phase besides the heuristic's (0 = all); `--budget` seconds
 after which nothing new is started; `--threads` that compile; `--grid` replaces the search spaces by items
-`chunk,segment,block,warps,stages`, separated by spaces; `--skip xla`.
+`chunk,segment,block,warps,stages`, with `,1` to store states, separated by spaces; `--skip xla`.
 """
 
 from __future__ import annotations
@@ -141,13 +142,19 @@ def samples_of(program: Any, values: tuple[Any, ...], iterations: int, *, kernel
     return found
 
 
+def _config_of(item: str) -> config.Config:
+    *numbers, stored = map(int, item.split(",") if item.count(",") == 5 else [*item.split(","), "0"])
+    return config.Config(*numbers, store_states=bool(stored))
+
+
 def chosen(problem: Problem, phase: str, options: argparse.Namespace) -> list[Any]:
     """The heuristic's config, those to compare it with, and XLA."""
     space = problem.space[phase]
     heuristic = space.heuristic(problem.call, current_target())
     found = space.search_space(problem.call, current_target())
-    grid = [config.Config(*map(int, item.split(","))) for item in options.grid.split()]
-    found = [heuristic, *grid] if options.grid else chosen_of(found, heuristic, options.most or len(found))
+    grid = [_config_of(item) for item in options.grid.split()]
+    stored = [cfg for cfg in found if cfg.store_states]
+    found = [heuristic, *grid] if options.grid else [*chosen_of(found, heuristic, options.most or len(found)), *stored]
     return [*dict.fromkeys(found), *([] if "xla" in options.skip else [None])]
 
 
@@ -185,7 +192,7 @@ def check_and_time(report: Report, problem: Problem, phase: str, cfg: Any, progr
     report.result["times"].append(row)
     mark = "*" if cfg == heuristic else " "
     print(f"  {phase:8s} {mark}{name:20s} {median:8.3f} ms  {row['fraction']:.3f}  {detail}", flush=True)
-    if cfg == heuristic:
+    if cfg is not None and (cfg == heuristic or cfg.store_states):
         kernels = samples_of(program, problem.values, 1, kernels=True)
         report.result["kernels"].append([problem.name, phase, kernels])
         print("      " + ", ".join(f"{kernel_name[:24]} {taken:.3f}" for kernel_name, taken in kernels), flush=True)

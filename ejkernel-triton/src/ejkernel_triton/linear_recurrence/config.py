@@ -23,7 +23,9 @@ class Config:
     segment_size: tokens of one program, a multiple of chunk_size; 0 = a whole sequence (forward without cu_seqlens only).
     block_v: value channels of one program's state; a power of two.
     num_warps: warps per program: 4, or 8 for a block_v of 128 and a chunk_size of 64, with decays per head.
-    num_stages: pipeline stages of the loop over chunks.
+    num_stages: pipeline stages of the loop over chunks, and of that over heads with store_states.
+    store_states: backward only: store the states of all chunks, then compute the gradients of all chunks at once, in programs of
+        num_warps warps and without segments. Calls for which `can_store_states` is False run as without.
     """
 
     chunk_size: int
@@ -31,6 +33,7 @@ class Config:
     block_v: int
     num_warps: int
     num_stages: int
+    store_states: bool = False
 
     def __post_init__(self) -> None:
         for name, size in (("chunk_size", self.chunk_size or MIN_DOT_SIZE), ("block_v", self.block_v)):
@@ -40,6 +43,19 @@ class Config:
             raise ValueError(
                 f"segment_size: got {self.segment_size}, expected 0 or a multiple of chunk_size, {self.chunk_size}"
             )
+
+
+def can_store_states(call: LinearRecurrenceCall) -> bool:
+    """Whether there are kernels for gradients from the stored states of all chunks: in bfloat16, with scalar decays, and queries
+    and keys that the same heads share, of up to 128 channels, whose gradients registers hold."""
+    return (
+        call.query.dtype == "bfloat16"
+        and (call.g is not None or call.g_gamma is not None)
+        and call.gk is None
+        and call.cu_seqlens is None
+        and call.query.shape[2] == call.key.shape[2]
+        and call.query.shape[3] <= 128
+    )
 
 
 class _Model:
@@ -106,6 +122,22 @@ def _choices(model: _Model, segments: tuple[int, ...]) -> list[Config]:
         for block_v, depth, segment_size in itertools.product(blocks, depths, segments)
     ]
     return [config for config in found if model.fits(config)]
+
+
+def _with_stored_states(model: _Model) -> list[Config]:
+    """For heads that share keys on Hopper, where they spill up to 88 bytes; before it only chunks of 32 tokens spill nothing. Only
+    reachable through `cfg=` and a search until their times are known."""
+    call = model.call
+    if not (model.backward and model.on_warpgroups and call.query.shape[1] >= 512 and can_store_states(call)):
+        return []
+    if call.heads[1] == call.key.shape[2]:
+        return []
+    blocks = ((64, 4, 2), (64, 8, 2), (32, 4, 2), (32, 4, 3))
+    return [
+        Config(64, _backward_segments(call)[-1], block_v, num_warps, num_stages, True)
+        for block_v, num_warps, num_stages in blocks
+        if block_v <= model.channels
+    ]
 
 
 def _smallest(model: _Model, segment_size: int) -> Config:
@@ -217,7 +249,7 @@ def _space(
     model = _Model(call, target, backward=backward)
     longest = -(-max(call.query.shape[1], 1) // 64) * 64
     allowed = tuple(dict.fromkeys(min(segment_size, longest) for segment_size in segments))
-    return list(dict.fromkeys([chosen, *_choices(model, allowed)]))
+    return list(dict.fromkeys([chosen, *_with_stored_states(model), *_choices(model, allowed)]))
 
 
 def forward_space(call: LinearRecurrenceCall, target: Target) -> list[Config]:

@@ -6,12 +6,14 @@ states and their gradients this way, then runs three recurrences; it stores stat
 another kernel computes the scores of all chunks, and queries and keys decayed to the chunk boundaries. In forward outputs that are
 not finite are looked for, and what may be wrong before them is made again. A few tokens go one after the other. Gradients of what
 heads share are summed by programs that run several of these heads, so that the gradients of each (for Mamba-2 80 in place of one)
-are never in memory.
+are never in memory. If the config says so, backward stores the states of all chunks and their gradients instead, and the gradients
+of all chunks are computed at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -27,7 +29,13 @@ from ejkernel_triton._blocks import MIN_DOT_SIZE, dot_block
 from ejkernel_triton._chunks import chunks_of
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.linear_recurrence import forms
-from ejkernel_triton.linear_recurrence.config import Config
+from ejkernel_triton.linear_recurrence.config import Config, can_store_states
+from ejkernel_triton.linear_recurrence.every_chunk import (
+    chunk_states_kernel,
+    key_gradients_kernel,
+    log_gradients_kernel,
+    query_gradients_kernel,
+)
 from ejkernel_triton.linear_recurrence.fused_chunk import fused_chunk_kernel, scores_kernel
 from ejkernel_triton.linear_recurrence.params import (
     WIDEST_VALUE,
@@ -48,6 +56,10 @@ _PROGRAMS = 512
 """So many are left where programs run several heads: a large device runs two or more on each of up to 148 multiprocessors."""
 _SCAN_BLOCK = 1024
 """State elements of one program of the scan."""
+_CHUNK_STATE_ROWS = 64
+"""State rows of one program where the states of all chunks are stored."""
+_CARRY_CHUNKS = 4
+"""Gradients of decays are then sums over as many chunks, which bounds their rounding errors."""
 
 
 class _Segments(NamedTuple):
@@ -258,11 +270,105 @@ class _Problem:
 
     def members(self, params: RecurrenceParams, cut: _Segments) -> int:
         """Heads of a group that one program sums: as many as leave the device enough programs."""
-        group = self.heads // params.own_heads
-        programs = self.batch * cut.number * self.heads * self.blocks(params)
-        return max(
-            count for count in range(1, group + 1) if group % count == 0 and (count == 1 or programs // count >= _PROGRAMS)
+        return _members(self.heads // params.own_heads, self.batch * cut.number * self.heads * self.blocks(params))
+
+    def chunk_states(
+        self,
+        params: RecurrenceParams,
+        arrays: tuple[Any, Any],
+        cut: _Segments,
+        prepared: _Prepared,
+        *,
+        initial: Any,
+        others: list[Any] | None = None,
+    ) -> list[Any]:
+        """The states before all chunks `[b, chunks, H, d, v]` in the dtype of value and after the last `[b, 1, H, d, v]`; with the
+        `others` of the forward phase also what is carried between the segments of gradients of decays."""
+        key, value = arrays
+        rows = params.width
+        block_k = _CHUNK_STATE_ROWS if rows % _CHUNK_STATE_ROWS == 0 else dot_block(rows)
+        programs = self.blocks(params) * -(-rows // block_k)
+        chunks = cut.size // self.config.chunk_size
+        carries = (self.batch, -(-chunks // _CARRY_CHUNKS), self.heads, programs)
+        tiles: dict[str, Any] = self.chunk_tiles(params) | {"BLOCK_K": block_k, "num_warps": 4}
+        return call_kernel(
+            chunk_states_kernel,
+            (
+                *(key, value, *prepared[4:], value if initial is None else initial),
+                *((value, value) if others is None else others[:2]),
+                self.length,
+            ),
+            (
+                ((self.batch, chunks, self.heads, *self.state_shape), value.dtype),
+                ((self.batch, 1, self.heads, *self.state_shape), jnp.float32),
+                ((1,) if others is None else carries, jnp.float32),
+            ),
+            grid=self.batch * self.heads * programs,
+            INITIAL=initial is not None,
+            CARRIES=0 if others is None else _CARRY_CHUNKS,
+            **tiles,
         )
+
+    def chunk_tiles(self, params: RecurrenceParams) -> dict[str, Any]:
+        config = self.config
+        return {
+            "R": params,
+            "CHUNK": config.chunk_size,
+            "BLOCK_K": dot_block(params.width),
+            "BLOCK_V": self.block_v(params),
+            "FULL_CHUNKS": self.whole,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
+
+    def chunk_gradients(
+        self, d_out: Any, states: list[Any], d_states: list[Any], cut: _Segments, prepared: _Prepared
+    ) -> tuple[Any, Any, Any, Any]:
+        """The gradients of query, key `[b, t, parts, d]` and value, and of log decays `[1, b, t, H]`."""
+        inputs, params, chunk = self.inputs, self.params, self.config.chunk_size
+        blocks, tokens = self.blocks(params), (self.batch, self.length)
+        programs = self.batch * cut.size // chunk * self.heads * blocks
+        members = _members(self.heads // params.key_heads * blocks, programs)
+        parts = self.heads * blocks // members
+        sums = (*tokens, parts, params.width)
+        logs = ((blocks, self.batch, self.heads, cut.size), jnp.float32)
+
+        def dtype(given: Any, heads: int) -> Any:
+            return given.dtype if given.shape[2] == heads else jnp.float32
+
+        tiles: dict[str, Any] = self.chunk_tiles(params) | {"grid": programs // members, "MEMBERS": members}
+        from_states, read = call_kernel(
+            query_gradients_kernel,
+            (inputs.query, d_out, *prepared[4:], states[0], self.length),
+            ((sums, jnp.float32), logs),
+            **tiles,
+        )
+        d_query, d_key, d_value, rest = call_kernel(
+            key_gradients_kernel,
+            (inputs.query, inputs.key, inputs.value, d_out, *prepared[4:], d_states[0], from_states, self.length),
+            (
+                (sums, dtype(inputs.query, parts)),
+                (sums, dtype(inputs.key, parts)),
+                ((*tokens, self.heads, params.channels), dtype(inputs.value, self.heads)),
+                logs,
+            ),
+            **tiles,
+        )
+        segment, heads = _CARRY_CHUNKS * chunk, min(_SUMMED_HEADS, dot_block(self.heads))
+        d_logs = call_kernel(
+            log_gradients_kernel,
+            (read, rest, d_states[2], self.length),
+            (((1, *tokens, self.heads), jnp.float32),),
+            grid=self.batch * -(-self.length // segment) * -(-self.heads // heads),
+            num_warps=4,
+            R=params,
+            CHUNK=chunk,
+            SEGMENT=segment,
+            HEADS=heads,
+            BLOCKS=blocks,
+            CARRIES=d_states[2].shape[3],
+        )[0]
+        return d_query, d_key, d_value, d_logs
 
     def step_by_step(self, cut: _Segments, before: Any, block: int, warps: int, *, found: Any = None) -> list[Any]:
         """Outputs, and states after segments that are wanted, token after token. Of outputs that were found, those before the first
@@ -296,6 +402,11 @@ class _Problem:
             BONUS_BATCH=call.bonus is not None and call.bonus.shape[0] > 1,
             REPAIR=repair,
         )
+
+
+def _members(group: int, programs: int) -> int:
+    """As many of a group as one program can run one after the other and leave the device enough of `programs`."""
+    return max(count for count in range(1, group + 1) if group % count == 0 and (count == 1 or programs // count >= _PROGRAMS))
 
 
 class _Logs(NamedTuple):
@@ -408,6 +519,8 @@ def backward(
         return forms.backward_in_parts(backward, call, inputs, outputs, cotangents, config)
     problem = _Problem(call, inputs, config)
     d_out = cotangents.out
+    if config.store_states and can_store_states(call):
+        return _gradients_of_chunks(problem, d_out, d_final)
     cut = problem.segments(
         min(config.segment_size or _segment_of(config), -(-problem.length // config.chunk_size) * config.chunk_size)
     )
@@ -435,10 +548,30 @@ def backward(
         logs=logs if decaying else None,
     )  # fmt: skip
     d_value = gradient(value, to_value, (prepared.update, prepared.read, d_out), before=d_after)[0]
+    return _gradients(problem, (d_query, d_key, d_value), d_logs, d_initial)
+
+
+def _gradients_of_chunks(problem: _Problem, d_out: Any, d_final: Any) -> LinearRecurrenceInputs:
+    """The gradients from the stored states of all chunks."""
+    inputs, chunk = problem.inputs, problem.config.chunk_size
+    cut = problem.segments(-(-problem.length // chunk) * chunk)
+    prepared = problem.prepare(cut)
+    params = problem.params
+    keys, queries = (inputs.key, inputs.value), (inputs.query, d_out)
+    states = problem.chunk_states(params, keys, cut, prepared, initial=inputs.initial_state)
+    d_states = problem.chunk_states(value_gradient_params(params), queries, cut, prepared, initial=d_final, others=states)
+    *gradients, d_logs = problem.chunk_gradients(d_out, states, d_states, cut, prepared)
+    return _gradients(problem, gradients, d_logs, d_states[1])
+
+
+def _gradients(problem: _Problem, gradients: Iterable[Any], d_logs: Any, d_initial: Any) -> LinearRecurrenceInputs:
+    """Those of the inputs, from those of query, key and value, of log decays, and of the first states."""
+    inputs = problem.inputs
+    d_query, d_key, d_value = gradients
     return LinearRecurrenceInputs(
-        query=_shared(d_query, query, 2),
-        key=_shared(d_key, key, 2),
-        value=_shared(d_value, value, 2),
+        query=_shared(d_query, inputs.query, 2),
+        key=_shared(d_key, inputs.key, 2),
+        value=_shared(d_value, inputs.value, 2),
         **_decay_gradients(problem, d_logs),
         initial_state=None if inputs.initial_state is None else d_initial.astype(inputs.initial_state.dtype),
     )

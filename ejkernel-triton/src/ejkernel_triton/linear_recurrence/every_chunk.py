@@ -1,0 +1,303 @@
+"""Gradients of all chunks at once, from states that are stored for every chunk.
+
+For scalar decays, where heads share queries and keys as in Mamba-2. A program holds queries and keys of a chunk and runs heads one
+after the other; the gradients that they share are summed in its registers. Those of scores are summed over heads before they are
+multiplied by keys and queries. The gradient of log decay s is computed as in `fused_chunk`, from every token's `query . d_query -
+key . d_key`.
+"""
+
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
+# ruff: noqa: SIM108 - static and dynamic conditions stay apart
+import triton
+import triton.language as tl
+
+from ejkernel_triton.linear_recurrence.tiles import (
+    edge_decays,
+    load_tile,
+    scalar_logs,
+    state_of,
+    store_tile,
+)
+
+
+@triton.jit
+def chunk_states_kernel(
+    p_key,
+    p_value,
+    p_hi,
+    p_lo,
+    p_gamma,
+    p_initial,
+    p_others,
+    p_end,
+    length,
+    p_before,
+    p_final,
+    p_carry,
+    R: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    FULL_CHUNKS: tl.constexpr,
+    INITIAL: tl.constexpr,
+    CARRIES: tl.constexpr,
+):
+    """The states before all chunks `[b, chunks, H, d, v]`, rounded, and after the last one. Backward in time, "before" means later.
+
+    One program computes BLOCK_K rows and BLOCK_V columns of one head's states. BLOCK_K divides the rows or holds all of them.
+    CARRIES: where R.back, after each so many chunks the state, from `p_others` or `p_end`, times its gradient
+    `[b, carries, H, programs]`.
+    """
+    ROWS: tl.constexpr = (R.width + BLOCK_K - 1) // BLOCK_K
+    BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
+    i_row = tl.program_id(0) % ROWS * BLOCK_K
+    i_column = tl.program_id(0) // ROWS % BLOCKS * BLOCK_V
+    i_head = tl.program_id(0) // (ROWS * BLOCKS) % R.heads
+    i_batch = tl.program_id(0) // (ROWS * BLOCKS * R.heads)
+    chunks = tl.cdiv(length, CHUNK)
+    i_first = i_batch.to(tl.int64) * length
+    if R.reverse:
+        i_first += length - 1
+    o_sums = (i_batch.to(tl.int64) * R.heads + i_head) * (chunks * CHUNK)
+    b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if INITIAL:
+        p_tile, m_tile = state_of(p_initial + i_row * R.channels, i_batch, i_head, i_column, R, BLOCK_K, BLOCK_V)
+        b_state = tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)
+    for i_step in range(chunks):
+        if R.back:
+            i_chunk = chunks - 1 - i_step
+        else:
+            i_chunk = i_step
+        i_position = i_chunk * CHUNK
+        rows = length - i_position
+        if R.reverse:
+            i_token = i_first - i_position
+        else:
+            i_token = i_first + i_position
+        b_key = load_tile(p_key, i_token, i_head, i_row, rows, R.key_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
+        b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
+        b_hi, b_lo, hi, lo = scalar_logs(p_hi, p_lo, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, FULL_CHUNKS, R)
+        b_update = edge_decays(b_hi, b_lo, hi, lo, R)[1]
+        p_tile, m_tile = state_of(
+            p_before + i_row * R.channels, i_batch * chunks + i_chunk, i_head, i_column, R, BLOCK_K, BLOCK_V
+        )
+        tl.store(p_tile, b_state.to(p_before.dtype.element_ty), mask=m_tile)
+        if CARRIES > 0:
+            i_later = i_chunk + 1
+            if (i_later % CARRIES == 0) | (i_later == chunks):
+                p_tile, m_tile = state_of(
+                    p_others + i_row * R.channels, i_batch * chunks + i_later, i_head, i_column, R, BLOCK_K, BLOCK_V
+                )
+                b_other = tl.load(p_tile, mask=m_tile & (i_later < chunks), other=0.0).to(tl.float32)
+                if INITIAL:
+                    p_tile, m_tile = state_of(p_end + i_row * R.channels, i_batch, i_head, i_column, R, BLOCK_K, BLOCK_V)
+                    b_other += tl.load(p_tile, mask=m_tile & (i_later == chunks), other=0.0)
+                i_carry = (i_batch * tl.cdiv(chunks, CARRIES) + i_chunk // CARRIES) * R.heads + i_head
+                i_carry = i_carry * (ROWS * BLOCKS) + tl.program_id(0) % (ROWS * BLOCKS)
+                tl.store(p_carry + i_carry, tl.sum(tl.sum(b_other * b_state, axis=1), axis=0))
+        b_weighted = (b_value * (b_update * R.update_scale)[:, None]).to(b_key.dtype)
+        b_state *= tl.exp2(hi)
+        b_state = tl.dot(tl.trans(b_key), b_weighted, b_state)
+    p_tile, m_tile = state_of(p_final + i_row * R.channels, i_batch, i_head, i_column, R, BLOCK_K, BLOCK_V)
+    tl.store(p_tile, b_state, mask=m_tile)
+
+
+@triton.jit
+def load_state(p, i_index, i_head, i_column, R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    """The state `[BLOCK_K, BLOCK_V]` of one head, 0 where there is none."""
+    p_tile, m_tile = state_of(p, i_index, i_head, i_column, R, BLOCK_K, BLOCK_V)
+    if R.width % BLOCK_K == 0 and R.channels % BLOCK_V == 0:
+        b_state = tl.load(p_tile)
+    else:
+        b_state = tl.load(p_tile, mask=m_tile, other=0.0)
+    return b_state
+
+
+@triton.jit
+def chunk_of(length, PARTS: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr):
+    """A program's part of the heads, batch member and chunk; the number of chunks, of the chunk's first token and of its rows."""
+    chunks = tl.cdiv(length, CHUNK)
+    i_chunk = tl.program_id(0) // PARTS % chunks
+    i_batch = tl.program_id(0) // PARTS // chunks
+    i_token = i_batch.to(tl.int64) * length
+    if R.reverse:
+        i_token += length - 1 - i_chunk * CHUNK
+    else:
+        i_token += i_chunk * CHUNK
+    return tl.program_id(0) % PARTS, i_batch, i_chunk, chunks, i_token, length - i_chunk * CHUNK
+
+
+@triton.jit
+def sum_tile_of(p, i_token, i_part, rows, PARTS: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr):
+    """Pointers to a part's sums `[CHUNK, BLOCK_K]`, from `[tokens, PARTS, d]`, and which of them exist."""
+    o_row, o_column = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    m_sum = (o_row < rows)[:, None] & (o_column < R.width)[None, :]
+    if R.reverse:
+        o_row = -o_row
+    p_sum = p + (i_token * PARTS + i_part) * R.width
+    return p_sum + o_row[:, None] * (PARTS * R.width) + o_column[None, :], m_sum
+
+
+@triton.jit
+def query_gradients_kernel(
+    p_query,
+    p_d_out,
+    p_hi,
+    p_lo,
+    p_gamma,
+    p_before,
+    length,
+    p_d_query,
+    p_log,
+    R: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    FULL_CHUNKS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+):
+    """The part of d_query that comes from states, and `query . d_query` of it. R is that of the forward phase.
+
+    p_before: the states before all chunks. MEMBERS: blocks of value channels, of one or more heads of a group, that a program runs.
+    d_query `[b, t, parts, d]` are their sums, p_log `[blocks, b, H, chunks * CHUNK]` is that of each.
+    """
+    BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
+    PARTS: tl.constexpr = R.heads * BLOCKS // MEMBERS
+    i_part, i_batch, i_chunk, chunks, i_token, rows = chunk_of(length, PARTS, CHUNK, R)
+    batch = tl.num_programs(0) // PARTS // chunks
+    i_any = i_part * MEMBERS // BLOCKS
+    b_query = load_tile(p_query, i_token, i_any, 0, rows, R.query_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
+    b_d_query = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    for i_member in range(MEMBERS):
+        i_head, i_block = (i_part * MEMBERS + i_member) // BLOCKS, (i_part * MEMBERS + i_member) % BLOCKS
+        i_column = i_block * BLOCK_V
+        b_d_out = load_tile(p_d_out, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
+        b_before = load_state(p_before, i_batch * chunks + i_chunk, i_head, i_column, R, BLOCK_K, BLOCK_V)
+        o_sums = (i_batch.to(tl.int64) * R.heads + i_head) * (chunks * CHUNK) + i_chunk * CHUNK
+        b_hi, b_lo, hi, lo = scalar_logs(p_hi, p_lo, p_gamma, i_batch, i_head, o_sums, rows, CHUNK, FULL_CHUNKS, R)
+        b_read = edge_decays(b_hi, b_lo, hi, lo, R)[0] * R.scale
+        b_log = tl.sum(tl.dot(b_query, b_before) * b_d_out, axis=1) * b_read
+        o_log = o_sums + (i_block * batch).to(tl.int64) * R.heads * chunks * CHUNK
+        tl.store(p_log + o_log + tl.arange(0, CHUNK), b_log)
+        b_d_query = tl.dot((b_d_out * b_read[:, None]).to(b_d_out.dtype), tl.trans(b_before), b_d_query)
+    p_sum, m_sum = sum_tile_of(p_d_query, i_token, i_part, rows, PARTS, BLOCK_K, CHUNK, R)
+    tl.store(p_sum, b_d_query, mask=m_sum)
+
+
+@triton.jit
+def key_gradients_kernel(
+    p_query,
+    p_key,
+    p_value,
+    p_d_out,
+    p_hi,
+    p_lo,
+    p_gamma,
+    p_after,
+    p_from_states,
+    length,
+    p_d_query,
+    p_d_key,
+    p_d_value,
+    p_log,
+    R: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    FULL_CHUNKS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+):
+    """The gradients of value and key, and of query, whose part that comes from states is p_from_states.
+
+    p_after: the gradients of the states after all chunks. p_log: `query . d_query - key . d_key`, less the part of the states
+    before the chunk. Scores are computed anew for every head: registers do not hold them beside the sums. Shapes as in
+    `query_gradients_kernel`.
+    """
+    BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
+    PARTS: tl.constexpr = R.heads * BLOCKS // MEMBERS
+    i_part, i_batch, i_chunk, chunks, i_token, rows = chunk_of(length, PARTS, CHUNK, R)
+    batch = tl.num_programs(0) // PARTS // chunks
+    o_row = tl.arange(0, CHUNK)
+    m_seen = o_row[:, None] <= o_row[None, :]  # rows are keys, columns queries
+    i_any = i_part * MEMBERS // BLOCKS
+    b_query = load_tile(p_query, i_token, i_any, 0, rows, R.query_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
+    b_key = load_tile(p_key, i_token, i_any, 0, rows, R.key_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
+    b_d_key = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    b_d_pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for i_member in range(MEMBERS):
+        i_head, i_block = (i_part * MEMBERS + i_member) // BLOCKS, (i_part * MEMBERS + i_member) % BLOCKS
+        i_column = i_block * BLOCK_V
+        b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
+        b_d_out = load_tile(p_d_out, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
+        b_after = load_state(p_after, i_batch * chunks + i_chunk, i_head, i_column, R, BLOCK_K, BLOCK_V)
+        o_sums = (i_batch.to(tl.int64) * R.heads + i_head) * (chunks * CHUNK) + i_chunk * CHUNK
+        b_hi, b_lo, hi, lo = scalar_logs(p_hi, p_lo, p_gamma, i_batch, i_head, o_sums, rows, CHUNK, FULL_CHUNKS, R)
+        b_update = edge_decays(b_hi, b_lo, hi, lo, R)[1]
+        b_d_key = tl.dot((b_value * b_update[:, None]).to(b_value.dtype), tl.trans(b_after), b_d_key)
+        b_decay = tl.where(m_seen, tl.exp2(b_hi[None, :] - b_hi[:, None]), 0.0)
+
+        b_pairs = tl.dot(b_key, tl.trans(b_query)) * R.scale
+        b_grad = tl.dot(b_value, tl.trans(b_d_out)) * b_decay
+        b_d_pairs += b_grad
+        b_grad *= b_pairs
+        b_log = tl.sum(b_grad, axis=0) - tl.sum(b_grad, axis=1)
+        b_weighted = (b_pairs * b_decay).to(b_d_out.dtype)
+        b_d_value = tl.dot(b_key, b_after) * b_update[:, None]
+        b_log -= tl.sum(b_d_value * b_value, axis=1)
+        o_log = o_sums + (i_block * batch).to(tl.int64) * R.heads * chunks * CHUNK
+        tl.store(p_log + o_log + o_row, b_log)
+        b_d_value = tl.dot(b_weighted, b_d_out, b_d_value)
+        store_tile(p_d_value, b_d_value, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
+
+    b_d_pairs = (b_d_pairs * R.scale).to(b_query.dtype)
+    b_d_key = tl.dot(b_d_pairs, b_query, b_d_key)
+    p_sum, m_sum = sum_tile_of(p_d_key, i_token, i_part, rows, PARTS, BLOCK_K, CHUNK, R)
+    tl.store(p_sum, b_d_key.to(p_d_key.dtype.element_ty), mask=m_sum)
+    p_sum, m_sum = sum_tile_of(p_from_states, i_token, i_part, rows, PARTS, BLOCK_K, CHUNK, R)
+    b_d_query = tl.dot(tl.trans(b_d_pairs), b_key, tl.load(p_sum, mask=m_sum, other=0.0))
+    p_sum, m_sum = sum_tile_of(p_d_query, i_token, i_part, rows, PARTS, BLOCK_K, CHUNK, R)
+    tl.store(p_sum, b_d_query.to(p_d_query.dtype.element_ty), mask=m_sum)
+
+
+@triton.jit
+def log_gradients_kernel(
+    p_from_states,
+    p_rest,
+    p_carry,
+    length,
+    p_d_log,
+    R: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CARRIES: tl.constexpr,
+):
+    """The gradients of log decays `[b, t, H]`: sums of both logs over the rest of a segment, and what is carried from its end.
+
+    BLOCKS: of the logs. CARRIES: programs that computed a carry.
+    """
+    PARTS: tl.constexpr = (R.heads + HEADS - 1) // HEADS
+    segments = tl.cdiv(length, SEGMENT)
+    stored = tl.cdiv(length, CHUNK) * CHUNK
+    i_segment = tl.program_id(0) // PARTS % segments
+    i_batch = tl.program_id(0) // PARTS // segments
+    batch = tl.num_programs(0) // PARTS // segments
+    o_token = i_segment * SEGMENT + tl.arange(0, SEGMENT)
+    i_head = tl.program_id(0) % PARTS * HEADS + tl.arange(0, HEADS)
+    m_log = (o_token < length)[:, None] & (i_head < R.heads)[None, :]
+    b_log = tl.zeros([SEGMENT, HEADS], tl.float32)
+    for i_block in tl.static_range(BLOCKS):
+        o_log = ((i_block * batch + i_batch).to(tl.int64) * R.heads + i_head[None, :]) * stored + o_token[:, None]
+        b_log += tl.load(p_from_states + o_log, mask=m_log, other=0.0)
+        b_log += tl.load(p_rest + o_log, mask=m_log, other=0.0)
+    b_carry = tl.zeros([HEADS], tl.float32)
+    for i_carry in tl.static_range(CARRIES):
+        o_carry = ((i_batch * segments + i_segment) * R.heads + i_head) * CARRIES + i_carry
+        b_carry += tl.load(p_carry + o_carry, mask=i_head < R.heads, other=0.0)
+    b_log = tl.cumsum(b_log, axis=0, reverse=True) + b_carry[None, :]
+    if R.reverse:
+        o_token = length - 1 - o_token
+    o_log = (i_batch.to(tl.int64) * length + o_token)[:, None] * R.heads + i_head[None, :]
+    tl.store(p_d_log + o_log, b_log, mask=m_log)
