@@ -512,7 +512,9 @@ def backward(
     if _zero_size(call):
         return _zero_gradients(inputs, d_final)
     if call.transposed_state:
-        return pulled_with_key_first(call, inputs, cotangents, lambda *given: backward(*given[:2], outputs, given[2], config))
+        return pulled_with_key_first(
+            call, inputs, cotangents, lambda call, inputs, cotangents: backward(call, inputs, outputs, cotangents, config)
+        )
     if call.bonus is not None:
         return forms.backward_with_bonus(backward, call, inputs, outputs, cotangents, config)
     if call.value.shape[3] > WIDEST_VALUE:

@@ -141,7 +141,9 @@ def backward(
     config: LinearRecurrenceConfig,
 ) -> LinearRecurrenceInputs:
     if call.transposed_state:
-        return pulled_with_key_first(call, inputs, cotangents, lambda *given: backward(*given[:2], outputs, given[2], config))
+        return pulled_with_key_first(
+            call, inputs, cotangents, lambda call, inputs, cotangents: backward(call, inputs, outputs, cotangents, config)
+        )
     problem = _Problem(call, inputs, config)
     chunks, like = problem.chunks, (inputs, cotangents)
     d_final = problem.d_final(cotangents.final_state)

@@ -98,8 +98,8 @@ class LinearRecurrenceCall(Call):
     @property
     def state_shape(self) -> tuple[int, int]:
         """Of a head's state: channels of key and of value, or the other way round."""
-        shape = self.query.shape[3], self.value.shape[3]
-        return shape[::-1] if self.transposed_state else shape
+        width, channels = self.query.shape[3], self.value.shape[3]
+        return (channels, width) if self.transposed_state else (width, channels)
 
 
 class LinearRecurrence(Operation):

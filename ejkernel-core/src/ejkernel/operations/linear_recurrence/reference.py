@@ -58,7 +58,7 @@ def _bonus(x: LinearRecurrenceInputs, row: int) -> Any:
 
 def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) -> LinearRecurrenceOutputs:
     if call.transposed_state:
-        return with_key_first(call, inputs, lambda call, inputs: forward(call, inputs))
+        return with_key_first(call, inputs, forward)
     x = _expanded(call, inputs)
     batch, length, heads, width = x.query.shape
     out = np.zeros((batch, length, heads, x.value.shape[3]))
@@ -81,7 +81,9 @@ def backward(
     cotangents: LinearRecurrenceOutputs,
 ) -> LinearRecurrenceInputs:
     if call.transposed_state:
-        return pulled_with_key_first(call, inputs, cotangents, lambda *given: backward(given[0], given[1], outputs, given[2]))
+        return pulled_with_key_first(
+            call, inputs, cotangents, lambda call, inputs, cotangents: backward(call, inputs, outputs, cotangents)
+        )
     x = _expanded(call, inputs)
     grads = {name: np.zeros(array.shape) for name, array in named(x) if name != "cu_seqlens"}
     for row, index, tokens in _sequences(call, inputs):
