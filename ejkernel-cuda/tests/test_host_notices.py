@@ -20,8 +20,8 @@ pytestmark = [
 IN_ATTENTION = {
     "nothing": ("", ""),
     "keys are released before they are read": (
-        "      wgmma_wait_group<1>();\n      wgmma_fence_operand(s);\n      release_keys(done + 1);",
-        "      release_keys(done + 1);\n      wgmma_wait_group<1>();\n      wgmma_fence_operand(s);",
+        "      wgmma_wait_group<1>();\n      wgmma_fence_operand(s);\n      hidden",
+        "      release_keys(done + 1);\n      wgmma_wait_group<1>();\n      wgmma_fence_operand(s);\n      hidden",
     ),
     "values are released before they are read": (
         "      wgmma_wait_group<0>();\n      wgmma_fence_operand(o);\n      wgmma_fence_operand(s);\n      release_values(done);",
@@ -63,9 +63,19 @@ IN_TMA = {
     ),
     "expect_tx gets fewer bytes than are loaded": ("    return 2 * __popc(leaders)", "    return __popc(leaders)"),
 }
+IN_PROMPTS = {
+    "nothing": ("", ""),
+    "pages outside of the cache are seen": ("        hidden_keys[stage] = hidden;", "        hidden_keys[stage] = 0;"),
+    "values are loaded into a stage that is read": (
+        "      mbarrier_wait(shared.value_empty(stage), flash_attention::parity_of<S>(done) ^ 1);\n",
+        "",
+    ),
+    "a block has another request's keys": ("* all.requests) + block.request;", "* all.requests) + 0 * block.request;"),
+}
 MISTAKES = {
     **{f"attention: {name}": ("flash_attention/kernels.cuh", *change) for name, change in IN_ATTENTION.items()},
     **{f"rows: {name}": ("reduce.cuh", *change) for name, change in IN_ROWS.items()},
+    **{f"prompts: {name}": ("paged_prefill/kernels.cuh", *change) for name, change in IN_PROMPTS.items()},
     **{f"tma: {name}": ("paged_attention/tma_pages.cuh", *change) for name, change in IN_TMA.items()},
 }
 RACES = {
@@ -130,6 +140,17 @@ print("right")
 """
 
 
+PROMPTS = """
+import jax, jax.numpy as jnp, numpy as np, host_calls, test_paged_prefill_on_host as own
+jax.ffi.ffi_call, own.kernel.handler = host_calls.answered, lambda name: name
+made = own.problem(((20, 700), (9, 300)))
+tables = np.array(made.inputs.block_tables)
+tables[0, 0, [0, 30]] = -1
+own.check(made.call, made.inputs._replace(block_tables=jnp.asarray(tables)))
+print("right")
+"""
+
+
 def changed(folder: pathlib.Path, file: str, right: str, wrong: str) -> dict[str, str]:
     """The environment of a program that compiles the kernels with a planted mistake."""
     csrc = shutil.copytree(HERE.parent / "csrc", folder / "csrc")
@@ -159,7 +180,7 @@ def test_mistakes_are_noticed(mistake, tmp_path):
     """As wrong results, as a deadlock, or as a broken rule of an instruction."""
     file, right, wrong = MISTAKES[mistake]
     environment = {**os.environ, **changed(tmp_path, file, right, wrong)}
-    program = {"rows": ROWS, "tma": TMA, "attention": ATTENTION}[mistake.split(":")[0]]
+    program = {"rows": ROWS, "tma": TMA, "attention": ATTENTION, "prompts": PROMPTS}[mistake.split(":")[0]]
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     if right:
         assert done.returncode != 0 and "right" not in done.stdout
