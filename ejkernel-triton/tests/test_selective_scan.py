@@ -193,7 +193,7 @@ def test_compiles_within_the_limits(monkeypatch, tmp_path, bounds, stack):
     tolerated = testing.tolerated_stack(elsewhere=160)  # 3.9's
     found = [testing.resources(launch.compile(90)) for launch in launched]
     assert max(each.stack for each in found) <= tolerated + stack
-    assert max(each.spilling for each in found) <= TOLERATED
+    assert max(each.spilling for each in found) <= (0.12 if tolerated else TOLERATED)
 
 
 @needs_jax_triton
