@@ -192,6 +192,13 @@ class Report:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"{self.name}.json").write_text(json.dumps(self.result, indent=1))
 
+    def end(self) -> int:
+        """Save and say what was checked; the exit status."""
+        self.save()
+        wrong = [row for row in self.result["numbers"] if not row["passed"]]
+        print(f"{len(self.result['numbers'])} checks, {len(wrong)} wrong; {time.monotonic() - self.started:.0f} s")
+        return 1 if wrong else 0
+
 
 def samples_of(program: Any, values: tuple[Any, ...], iterations: int, *, kernels: bool = False) -> Any:
     from jax.experimental.mosaic.gpu import profiler
@@ -386,10 +393,7 @@ def main() -> int:
     report = Report(options.out, options.budget)
     print(json.dumps(report.result["versions"]), flush=True)
     run(report, options)
-    report.save()
-    wrong = [row for row in report.result["numbers"] if not row["passed"]]
-    print(f"{len(report.result['numbers'])} checks, {len(wrong)} wrong; {time.monotonic() - report.started:.0f} s")
-    return 1 if wrong else 0
+    return report.end()
 
 
 if __name__ == "__main__":

@@ -15,14 +15,9 @@ do not take seconds. Prints tables, writes `indexer.json` under `--out` (or `$OU
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import contextlib
 import dataclasses
-import json
-import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,19 +26,17 @@ import jax.numpy as jnp
 import numpy as np
 from check_gpu import knobs
 from delta_rule import Report, samples_of
+from latent import PLAIN, XLA, run_script
 
-import ejkernel
 from ejkernel.operations.lightning_indexer import reference
 from ejkernel.operations.lightning_indexer.interface import FLOAT8, OPERATION
-from ejkernel.plugin import Target, current_target
+from ejkernel.plugin import current_target
 from ejkernel.testing.checks import widened
 from ejkernel_triton.lightning_indexer import config, kernel
 from ejkernel_xla.lightning_indexer import kernel as xla
 
 HEADS, SIZE = 64, 128
 BANDWIDTH, PRODUCTS = 3.0e12, {"bfloat16": 713e12, FLOAT8: 1400e12}
-H100 = Target("gpu", "NVIDIA H100 80GB HBM3", "9.0")
-XLA, PLAIN = "our XLA", "plain JAX"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,51 +231,12 @@ def time_problem(report: Report, problem: Problem, options: argparse.Namespace, 
         print(f"  best of {len(ours)}: {best['name']} {best['milliseconds']:.4f} ms", flush=True)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of indexer.json")
-    parser.add_argument("--only", default="", help="texts of which a problem's name has one")
-    parser.add_argument("--budget", type=float, default=60)
-    parser.add_argument("--threads", type=int, default=12)
-    parser.add_argument("--skip", default="", help="of xla,plain")
-    parser.add_argument("--small", action="store_true", help="small problems only, also without a GPU")
-    return parser.parse_args()
-
-
-def run(report: Report, options: argparse.Namespace) -> None:
-    chosen = [problem for problem in PROBLEMS if any(text in problem.name for text in options.only.split(","))]
-    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        for problem in chosen:
-            if report.remaining() < 0:
-                print(f"{problem.name}: out of time", flush=True)
-                continue
-            print(f"{problem.name}, at {time.monotonic() - report.started:.0f} s", flush=True)
-            try:
-                if options.small:
-                    for one in config.search_space(problem.small().bound(7).call, current_target()):
-                        check_small(report, problem, one)
-                    report.save()
-                else:
-                    time_problem(report, problem, options, pool)
-            except Exception as error:  # noqa: BLE001 - the other problems go on
-                report.check(problem.name, False, f"{type(error).__name__}: {str(error)[:300]}")
-
-
-def main() -> int:
-    options = arguments()
-    on_gpu = jax.default_backend() == "gpu"
-    if not on_gpu and not options.small:
-        print(f"needs a GPU, JAX has {jax.devices()}")
-        return 2
-    report = Report(options.out, options.budget, "indexer")
-    print(json.dumps(report.result["versions"]), flush=True)
-    with contextlib.nullcontext() if on_gpu else ejkernel.use(target=H100):
-        run(report, options)
+def try_small(report: Report, problem: Problem) -> None:
+    """Every config at a small size."""
+    for one in config.search_space(problem.small().bound(7).call, current_target()):
+        check_small(report, problem, one)
     report.save()
-    wrong = [row for row in report.result["numbers"] if not row["passed"]]
-    print(f"{len(report.result['numbers'])} checks, {len(wrong)} wrong; {time.monotonic() - report.started:.0f} s")
-    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script("indexer", __doc__, 60, PROBLEMS, try_small, time_problem))

@@ -24,7 +24,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -360,52 +360,51 @@ def time_problem(report: Report, shape: Any, options: argparse.Namespace, pool: 
         print(f"  best of {len(ours)}: {best['name']} {best['milliseconds']:.4f} ms", flush=True)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default=os.environ.get("OUT", "."), help="folder of latent.json")
+def try_small(report: Report, shape: Any) -> None:
+    """Every config at a small size."""
+    small = Small(shape)
+    for cfg in module("triton", shape, "config").search_space(call_of(shape), current_target()):
+        small.check(report, cfg, small.program(cfg))
+    report.save()
+
+
+def run_script(
+    name: str,
+    description: str | None,
+    budget: float,
+    problems: Sequence[Any],
+    try_small: Callable[[Report, Any], None],
+    time_problem: Callable[[Report, Any, argparse.Namespace, Any], None],
+) -> int:
+    """The command line of a script over named problems; its exit status. Writes `<name>.json`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=os.environ.get("OUT", "."), help=f"folder of {name}.json")
     parser.add_argument("--only", default="", help="texts of which a problem's name has one")
-    parser.add_argument("--budget", type=float, default=140)
+    parser.add_argument("--budget", type=float, default=budget)
     parser.add_argument("--threads", type=int, default=12)
     parser.add_argument("--skip", default="", help="of xla,plain")
     parser.add_argument("--small", action="store_true", help="small problems only, also without a GPU")
-    return parser.parse_args()
-
-
-def run(report: Report, options: argparse.Namespace) -> None:
-    chosen = [shape for shape in PROBLEMS if any(text in shape.name for text in options.only.split(","))]
-    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        for shape in chosen:
-            if report.remaining() < 0:
-                print(f"{shape.name}: out of time", flush=True)
-                continue
-            print(f"{shape.name}, at {time.monotonic() - report.started:.0f} s", flush=True)
-            try:
-                if options.small:
-                    small = Small(shape)
-                    for cfg in module("triton", shape, "config").search_space(call_of(shape), current_target()):
-                        small.check(report, cfg, small.program(cfg))
-                    report.save()
-                else:
-                    time_problem(report, shape, options, pool)
-            except Exception as error:  # noqa: BLE001 - the other problems go on
-                report.check(shape.name, False, f"{type(error).__name__}: {str(error)[:300]}")
-
-
-def main() -> int:
-    options = arguments()
+    options = parser.parse_args()
     on_gpu = jax.default_backend() == "gpu"
     if not on_gpu and not options.small:
         print(f"needs a GPU, JAX has {jax.devices()}")
         return 2
-    report = Report(options.out, options.budget, "latent")
+    report = Report(options.out, options.budget, name)
     print(json.dumps(report.result["versions"]), flush=True)
-    with contextlib.nullcontext() if on_gpu else ejkernel.use(target=H100):
-        run(report, options)
-    report.save()
-    wrong = [row for row in report.result["numbers"] if not row["passed"]]
-    print(f"{len(report.result['numbers'])} checks, {len(wrong)} wrong; {time.monotonic() - report.started:.0f} s")
-    return 1 if wrong else 0
+    chosen = [problem for problem in problems if any(text in problem.name for text in options.only.split(","))]
+    target = contextlib.nullcontext() if on_gpu else ejkernel.use(target=H100)
+    with target, concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
+        for problem in chosen:
+            if report.remaining() < 0:
+                print(f"{problem.name}: out of time", flush=True)
+                continue
+            print(f"{problem.name}, at {time.monotonic() - report.started:.0f} s", flush=True)
+            try:
+                try_small(report, problem) if options.small else time_problem(report, problem, options, pool)
+            except Exception as error:  # noqa: BLE001 - the other problems go on
+                report.check(problem.name, False, f"{type(error).__name__}: {str(error)[:300]}")
+    return report.end()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script("latent", __doc__, 140, PROBLEMS, try_small, time_problem))

@@ -368,10 +368,7 @@ def main(name: str, about: str | None, problems: Mapping[str, Shape], numbers: A
         check_numbers(report, numbers(options.small), options)
     if "times" in options.only and not options.small:
         check_times(report, problems, options)
-    report.save()
-    wrong = [row for row in report.result["numbers"] if not row["passed"]]
-    print(f"{len(report.result['numbers'])} checks, {len(wrong)} wrong; {time.monotonic() - report.started:.0f} s")
-    return 1 if wrong else 0
+    return report.end()
 
 
 if __name__ == "__main__":

@@ -278,10 +278,7 @@ def main() -> int:
     report = Report(options.out, options.budget, "scans")
     print(json.dumps(report.result["versions"]), flush=True)
     run(report, options)
-    report.save()
-    wrong = [row for row in report.result["numbers"] if not row["passed"]]
-    print(f"{len(report.result['numbers'])} checks, {len(wrong)} wrong; {time.monotonic() - report.started:.0f} s")
-    return 1 if wrong else 0
+    return report.end()
 
 
 if __name__ == "__main__":

@@ -363,9 +363,7 @@ def run(name: str, description: str | None, make: Any, problems: Any, small: Any
             except Exception as error:  # noqa: BLE001 - the next problem may run
                 report.check(each, False, f"{type(error).__name__}: {str(error)[:300]}")
             report.save()
-    wrong = [row for row in report.result["numbers"] if not row["passed"]]
-    print(f"{len(report.result['numbers'])} checks, {len(wrong)} wrong; {time.monotonic() - report.started:.0f} s")
-    return 1 if wrong else 0
+    return report.end()
 
 
 if __name__ == "__main__":

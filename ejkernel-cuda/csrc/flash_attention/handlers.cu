@@ -6,11 +6,10 @@
 // kernel's arguments hold tensor maps with the arrays' addresses. A CUDA graph keeps the arguments that it recorded; XLA
 // records a call again after a buffer's address has changed.
 #include <array>
-#include <map>
-#include <mutex>
 #include <tuple>
 
 #include "flash_attention/launch.cuh"
+#include "hopper_launch.h"
 #include "launch.h"
 #include "tensor_map.h"
 
@@ -92,42 +91,10 @@ ffi::Error Check(Array query, Array key, Array value, int64_t below, int64_t abo
   return CheckPartials(query.element_type(), q, value.dimensions(), partial->dimensions(), partial_stats->dimensions());
 }
 
-// Multiprocessors of the device. The first call on a device also raises the kernel's shared memory limit.
-template <class S>
-ffi::Error Prepare(int64_t& sms) {
-  static std::mutex mutex;
-  static std::map<int, int> known;
-  int device = 0;
-  cudaGetDevice(&device);
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto [at, is_new] = known.try_emplace(device, 0);
-  if (is_new) {
-    int major = 0, minor = 0, count = 0;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    cudaFuncAttributes code{};
-    cudaFuncGetAttributes(&code, attend<S>);
-    // A device of capability 9.0 may run code of 8.0, without this kernel, if the library was built without 9.0a.
-    const bool fits = major == 9 && minor == 0 && code.binaryVersion == 90;
-    if (fits) cudaFuncSetAttribute(attend<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kShared);
-    if (ffi::Error failed = CheckLaunch(kName, "kernel attributes"); failed.failure()) {
-      known.erase(at);
-      return failed;
-    }
-    at->second = fits ? count : -1;
-  }
-  if (at->second < 0) {
-    return Invalid(kName, "needs a device of compute capability 9.0 and a library built for sm_90a");
-  }
-  sms = at->second;
-  return ffi::Error::Success();
-}
-
 template <class S>
 ffi::Error Attend(cudaStream_t stream, ffi::DataType type, const Call& call) {
   int64_t sms = 0;
-  EJKERNEL_TRY(Prepare<S>(sms));
+  EJKERNEL_TRY(PrepareHopper<attend<S>>(kName, S::kShared, sms));
   ffi::Error refused = ffi::Error::Success();
   const auto make_tensor_map = [&](const TensorMapSpec& spec) {
     CUtensorMap map{};

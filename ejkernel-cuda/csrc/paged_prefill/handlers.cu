@@ -3,13 +3,10 @@
 // query is [batch, tokens, heads, size] and out the same with value_size, both sizes rounded up to a multiple of 8; sinks are one
 // per head, [1 or batch, heads], and have no columns if absent. Of pages only the number of elements and four strides (page, token,
 // head, batch) matter; values within the array of keys begin at `first_value` and have an empty array of their own.
-#include <bit>
 #include <cmath>
-#include <map>
-#include <mutex>
 
 #include "check_pages.h"
-#include "launch.h"
+#include "hopper_launch.h"
 #include "paged_prefill/launch.cuh"
 #include "tensor_map.h"
 
@@ -95,36 +92,10 @@ ffi::Error Check(Array query, Array key_pages, Array value_pages, Integers start
   return ffi::Error::Success();
 }
 
-// The first call on a device raises the kernel's shared memory limit.
-template <class S>
-ffi::Error Prepare() {
-  static std::mutex mutex;
-  static std::map<int, bool> known;
-  int device = 0;
-  cudaGetDevice(&device);
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto [at, is_new] = known.try_emplace(device, false);
-  if (is_new) {
-    int major = 0, minor = 0;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    cudaFuncAttributes code{};
-    cudaFuncGetAttributes(&code, attend<S>);
-    at->second = major == 9 && minor == 0 && code.binaryVersion == 90;
-    if (at->second)
-      cudaFuncSetAttribute(attend<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kShared + kExtraShared);
-    if (ffi::Error failed = CheckLaunch(kName, "kernel attributes"); failed.failure()) {
-      known.erase(at);
-      return failed;
-    }
-  }
-  if (at->second) return ffi::Error::Success();
-  return Invalid(kName, "needs a device of compute capability 9.0 and a library built for sm_90a");
-}
-
 template <class S>
 ffi::Error Attend(cudaStream_t stream, ffi::DataType type, const Call& call) {
-  EJKERNEL_TRY(Prepare<S>());
+  int64_t sms = 0;
+  EJKERNEL_TRY(PrepareHopper<attend<S>>(kName, S::kShared + kExtraShared, sms));
   ffi::Error refused = ffi::Error::Success();
   const auto make_tensor_map = [&](const flash_attention::TensorMapSpec& spec) {
     CUtensorMap map{};

@@ -11,6 +11,8 @@ from ejkernel_cuda._library import library_problem
 
 _RESERVED = 1024
 """Bytes of a block's shared memory that handlers reserve."""
+TMA_ELEMENTS = 8
+"""Of two bytes: TMA needs strides that are multiples of 16 bytes."""
 _MAX_MULTIPROCESSORS = 192
 """More than any known device of another capability has."""
 
@@ -41,3 +43,9 @@ def multiprocessors(target: Target) -> int:
 def padded_head_size(*sizes: int) -> int:
     """The head size that attention kernels are compiled for: 64, 128 or 256."""
     return next((padded for padded in (64, 128) if max(sizes) <= padded), 256)
+
+
+def largest_pack(group: int) -> int:
+    """The most query heads of a key head, of `group`, that share the 64 rows of a consumer warpgroup: a power of two that divides
+    both."""
+    return min(group & -group, 64)

@@ -1,5 +1,5 @@
 // The unchanged attention kernel on a host, for float16 (kind 0) and bfloat16 (kind 1), and its scheduling functions.
-#include "flash_attention/launch.cuh"
+#include "tensor_map_on_host.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -7,15 +7,6 @@ using namespace ejkernel;
 using namespace ejkernel::flash_attention;
 
 namespace {
-
-TensorMap tensor_map_of(const TensorMapSpec& spec) {
-  const int64_t column = 2, head = spec.size * column, row = spec.heads * head;
-  return {static_cast<char*>(const_cast<void*>(spec.data)),
-          {spec.size, spec.length, spec.heads, spec.batch},
-          {column, row, head, spec.length * row},
-          spec.box_tokens,
-          spec.box_heads};
-}
 
 template <class S>
 void run(const Call& call, int64_t sms) {

@@ -1,5 +1,6 @@
 // The unchanged paged_prefill on a host, for float16 (kind 0) and bfloat16 (kind 1).
 #include "paged_prefill/launch.cuh"
+#include "tensor_map_on_host.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -7,15 +8,6 @@ using namespace ejkernel;
 using namespace ejkernel::paged_prefill;
 
 namespace {
-
-TensorMap tensor_map_of(const flash_attention::TensorMapSpec& spec) {
-  const int64_t column = 2, head = spec.size * column, row = spec.heads * head;
-  return {static_cast<char*>(const_cast<void*>(spec.data)),
-          {spec.size, spec.length, spec.heads, spec.batch},
-          {column, row, head, spec.length * row},
-          spec.box_tokens,
-          spec.box_heads};
-}
 
 PageTensorMap page_map_of(const Pages& pages, const std::array<TensorMapAxis, 5>& axes) {
   PageTensorMap map{static_cast<char*>(const_cast<void*>(pages.data))};

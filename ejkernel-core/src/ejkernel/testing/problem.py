@@ -20,11 +20,11 @@ from ejkernel._plugins.records import Candidate
 from ejkernel.call.arrays import has_gradient, named
 from ejkernel.call.decision import Explanation
 from ejkernel.call.policy import policy_for_call
-from ejkernel.call.records import Bound
+from ejkernel.call.records import Bound, Call, given_fields
 from ejkernel.call.request import Request
 from ejkernel.operations import get_operation
 from ejkernel.operations.common.case import Case, Toggle
-from ejkernel.plugin import Phase
+from ejkernel.plugin import Phase, Target, resolve
 from ejkernel.targets.target import resolve_target
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -79,6 +79,16 @@ def transformed_by(test: str, operation: str, step: int) -> tuple[Case, ...]:
 def is_of(candidate: Candidate, platform: str) -> bool:
     """Whether a candidate is of the platform under test, which may be one implementation's id (`cuda.cudnn`)."""
     return platform in (candidate.platform, candidate.id)
+
+
+def admits(candidate: Candidate, call: Call, target: Target) -> bool:
+    """Whether a candidate says that it runs a call there: nothing is lowered."""
+    supports = candidate.implementation.supports
+    return (
+        bool({"any", target.backend} & {*candidate.implementation.backends})
+        and all(candidate.accepts(name) for name in given_fields(call))
+        and (supports is None or resolve(supports)(call, target) is None)
+    )
 
 
 def operations_of(platform: str) -> list[str]:

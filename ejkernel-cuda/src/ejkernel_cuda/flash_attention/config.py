@@ -12,7 +12,7 @@ import itertools
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel.utils.renamed_knobs import renamed_knobs
-from ejkernel_cuda._capability import multiprocessors, padded_head_size
+from ejkernel_cuda._capability import largest_pack, multiprocessors, padded_head_size
 
 _NARROW = 256
 _FEW = 64
@@ -68,9 +68,8 @@ def block_shape(call: FlashAttentionCall) -> tuple[int, int]:
 
 
 def packed_heads(call: FlashAttentionCall) -> int:
-    """The largest power of two up to 64 that divides the query heads of a key head."""
-    group = call.query.shape[2] // call.key.shape[2]
-    return min(group & -group, 64)
+    """How many query heads share the rows of a block with `pack_gqa`."""
+    return largest_pack(call.query.shape[2] // call.key.shape[2])
 
 
 def _saved_tiles(call: FlashAttentionCall, target: Target, pack: int) -> int:

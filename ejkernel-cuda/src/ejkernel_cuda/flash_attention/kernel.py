@@ -14,16 +14,14 @@ import numpy as np
 
 from ejkernel.call import vary_like
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
+from ejkernel_cuda._capability import TMA_ELEMENTS
 from ejkernel_cuda._library import handler
 from ejkernel_cuda.flash_attention.config import ForwardConfig, band, block_shape, packed_heads
 
-_ELEMENTS = 8
-"""TMA needs strides that are multiples of 16 bytes."""
 
-
-def _pad_heads(array: Any) -> Any:
-    """Pad heads with zeros to a multiple of 16 bytes."""
-    missing = -array.shape[3] % _ELEMENTS
+def pad_heads(array: Any) -> Any:
+    """Pad heads with zeros to what TMA needs."""
+    missing = -array.shape[3] % TMA_ELEMENTS
     return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else array
 
 
@@ -32,7 +30,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
     rows, value_size = call.query.shape[:3], call.value.shape[3]
     if not np.prod(rows, dtype=object) * call.key.shape[1]:
         return _without_pairs(call, inputs, saved)
-    query, key, value = (_pad_heads(array) for array in inputs[:3])
+    query, key, value = (pad_heads(array) for array in inputs[:3])
     below, above = band(call)
     partial = config.split_kv_ctas, 2, *block_shape(call)
     shapes = (

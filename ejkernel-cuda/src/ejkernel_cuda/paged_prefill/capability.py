@@ -5,14 +5,12 @@ from __future__ import annotations
 from ejkernel.operations.common.pages import FUSED, PageStrides
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import Target
-from ejkernel_cuda._capability import refusal
+from ejkernel_cuda._capability import TMA_ELEMENTS, refusal
 from ejkernel_cuda.flash_attention.capability import CAPABILITY, DTYPES, MOST_BLOCKS, MOST_TOKENS, WIDEST
 from ejkernel_cuda.paged_attention.capability import MOST_KEYS
 
 PAGE_MULTIPLE = 8
 """Tokens of the smallest TMA box."""
-ELEMENTS = 8
-"""TMA needs strides that are multiples of 16 bytes."""
 _LARGE, _SMALL = 1e30, 1e-30
 
 
@@ -44,9 +42,9 @@ def _size_refusal(call: PagedAttentionCall) -> str | None:
         return f"{pages.pages} pages of {pages.page_size} tokens, needs some whose tokens are a multiple of {PAGE_MULTIPLE}"
     arrays = [call.key_pages] if call.value_pages is None else [call.key_pages, call.value_pages]
     strides = [PageStrides.of(array.shape, call.layout) for array in arrays]
-    if any(value % ELEMENTS for one in strides for value in one):
+    if any(value % TMA_ELEMENTS for one in strides for value in one):
         kind = "fused pages" if call.layout in FUSED else "pages"
-        return f"heads of {kind} {pages.head_size} elements wide, TMA needs a multiple of {ELEMENTS}"
+        return f"heads of {kind} {pages.head_size} elements wide, TMA needs a multiple of {TMA_ELEMENTS}"
     if call.longest > MOST_KEYS or tokens > MOST_TOKENS:
         return f"tables name up to {call.longest} keys for {tokens} tokens, needs at most {MOST_KEYS} and {MOST_TOKENS}"
     blocks = batch * heads * (tokens + requests + 2)

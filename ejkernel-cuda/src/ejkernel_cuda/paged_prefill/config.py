@@ -6,9 +6,7 @@ import dataclasses
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
-
-_ROWS = 64
-"""Of a consumer warpgroup; packed heads share them."""
+from ejkernel_cuda._capability import largest_pack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +20,8 @@ class PrefillConfig:
 
 
 def packed_heads(call: PagedAttentionCall) -> int:
-    """The largest power of two up to 64 that divides the query heads of a key head."""
-    group = call.query.shape[2] // call.heads
-    return min(group & -group, _ROWS)
+    """How many query heads share the rows of a block with `pack_gqa`."""
+    return largest_pack(call.query.shape[2] // call.heads)
 
 
 def heuristic(call: PagedAttentionCall, target: Target) -> PrefillConfig:

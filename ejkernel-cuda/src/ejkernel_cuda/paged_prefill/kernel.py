@@ -5,27 +5,17 @@ The XLA platform runs backward, from `out` and `lse`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.call import vary_like
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
+from ejkernel_cuda._capability import TMA_ELEMENTS
 from ejkernel_cuda._library import handler
+from ejkernel_cuda.flash_attention.kernel import pad_heads
 from ejkernel_cuda.paged_attention.kernel import MAX_WINDOW, combined_sinks, factors, strides
-from ejkernel_cuda.paged_prefill.capability import ELEMENTS
 from ejkernel_cuda.paged_prefill.config import PrefillConfig, packed_heads
-
-
-def _padded(size: int) -> int:
-    return -(-size // ELEMENTS) * ELEMENTS
-
-
-def _pad_heads(array: Any) -> Any:
-    missing = _padded(array.shape[3]) - array.shape[3]
-    return jnp.pad(array, ((0, 0),) * 3 + ((0, missing),)) if missing else array
 
 
 def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: PrefillConfig) -> PagedAttentionOutputs:
@@ -37,11 +27,11 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Pref
     key = strides(call.key_pages.shape, call.layout)
     value = key if call.value_pages is None else strides(call.value_pages.shape, call.layout)
     results = (
-        jax.ShapeDtypeStruct((*rows, _padded(value_size)), inputs.query.dtype),
+        jax.ShapeDtypeStruct((*rows, -(-value_size // TMA_ELEMENTS) * TMA_ELEMENTS), inputs.query.dtype),
         jax.ShapeDtypeStruct(rows if saved else (0,), jnp.float32),
     )
     out, lse = jax.ffi.ffi_call(handler("paged_prefill_forward"), results)(
-        _pad_heads(inputs.query),
+        pad_heads(inputs.query),
         inputs.key_pages,
         jnp.zeros((0,), inputs.key_pages.dtype) if fused else inputs.value_pages,
         inputs.query_start_loc,

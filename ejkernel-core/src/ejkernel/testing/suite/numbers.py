@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from ejkernel._plugins.registry import kernel_registry
-from ejkernel.call.records import given_fields
 from ejkernel.errors import NoKernelError
 from ejkernel.operations.common.tolerance import EXTREME, FORWARD, GRADIENT, check_close, deviation
 from ejkernel.plugin import Target, resolve
-from ejkernel.testing.problem import Problem, is_of
+from ejkernel.testing.problem import Problem, admits, is_of
 from ejkernel.testing.report import Report
 from ejkernel.testing.spaces import check_space
 
@@ -119,10 +118,7 @@ def test_config_space(problem: Problem) -> None:
             continue
         space = resolve(candidate.implementation.configs)  # pyright: ignore[reportArgumentType]
         for target in (problem.request().target, *TARGETS):
-            runs_there = {"any", target.backend} & {*candidate.implementation.backends}
-            supports = candidate.implementation.supports
-            accepted = all(candidate.accepts(name) for name in given_fields(call))
-            if runs_there and accepted and (supports is None or resolve(supports)(call, target) is None):
+            if admits(candidate, call, target):
                 check_space(space, call, target)
 
 
