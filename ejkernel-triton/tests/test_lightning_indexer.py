@@ -138,10 +138,11 @@ def test_every_config_fits(monkeypatch, tmp_path, name, capability_number):
 
 
 @needs_jax_triton
-def test_sizes_of_one_compile(monkeypatch, tmp_path):
-    """Triton makes constants of integers that are 1."""
+@pytest.mark.parametrize("dtype", ["bfloat16", FLOAT8])
+def test_sizes_of_one_compile(monkeypatch, tmp_path, dtype):
+    """Triton makes constants of integers that are 1, and has no products of fewer than 32 channels of one byte."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for compilation in compilations(*shapes_of(1, 2, 1, 1, 1), TILE):
+    for compilation in compilations(*shapes_of(1, 2, 1, 1, 1, dtype=dtype), TILE):
         assert compilation.compile(90).asm["cubin"]
 
 

@@ -11,5 +11,5 @@ for distribution in ejkernel-core ejkernel-xla ejkernel-triton ejkernel-pallas e
 done
 "$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp -d .whl \
   --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-  jax_triton==0.3.1 absl-py importlib-metadata zipp platformdirs filelock pytest-xdist execnet
+  jax_triton==0.3.1 absl-py importlib-metadata lazy-importer zipp platformdirs filelock pytest-xdist execnet
 du -sh .whl

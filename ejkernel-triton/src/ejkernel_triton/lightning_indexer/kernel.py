@@ -19,11 +19,11 @@ from ejkernel.operations.lightning_indexer.interface import (
     LightningIndexerInputs,
     LightningIndexerOutputs,
 )
-from ejkernel_triton._blocks import dot_block, next_power_of_2
+from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._numerics import dot_precision
 from ejkernel_triton._stored import load_rows
-from ejkernel_triton.lightning_indexer.config import Config, heads_at_once
+from ejkernel_triton.lightning_indexer.config import Config, channels_at_once, heads_at_once
 
 _NUMBERS = 2**27
 """Scores that are held at once: 512 MiB."""
@@ -230,7 +230,7 @@ def _scores(call: LightningIndexerCall, inputs: LightningIndexerInputs, config: 
         HEADS=heads,
         SIZE=size,
         BLOCK_H=heads_at_once(call),
-        BLOCK_SIZE=dot_block(size),
+        BLOCK_SIZE=channels_at_once(call),
         BLOCK_K=config.block_k,
         BLOCK_Q=config.block_q,
         COUNT=call.k,

@@ -46,8 +46,8 @@ def chunk_states_kernel(
     """The states before all chunks `[b, chunks, H, d, v]`, rounded, and after the last one. Backward in time, "before" means later.
 
     One program computes BLOCK_K rows and BLOCK_V columns of one head's states. BLOCK_K divides the rows or holds all of them.
-    CARRIES: where R.back, after each so many chunks the state, from `p_others` or `p_end`, times its gradient
-    `[b, carries, H, programs]`.
+    CARRIES: where R.back, after each so many chunks the state times its gradient `[b, carries, H, programs]`. Of the states,
+    `p_others` has one of so many, `[b, carries, H, d, v]`, and `p_end` the last.
     """
     ROWS: tl.constexpr = (R.width + BLOCK_K - 1) // BLOCK_K
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
@@ -86,9 +86,8 @@ def chunk_states_kernel(
         if CARRIES > 0:
             i_later = i_chunk + 1
             if (i_later % CARRIES == 0) | (i_later == chunks):
-                p_tile, m_tile = state_of(
-                    p_others + i_row * R.channels, i_batch * chunks + i_later, i_head, i_column, R, BLOCK_K, BLOCK_V
-                )
+                i_other = i_batch * tl.cdiv(chunks, CARRIES) + i_later // CARRIES
+                p_tile, m_tile = state_of(p_others + i_row * R.channels, i_other, i_head, i_column, R, BLOCK_K, BLOCK_V)
                 b_other = tl.load(p_tile, mask=m_tile & (i_later < chunks), other=0.0).to(tl.float32)
                 if INITIAL:
                     p_tile, m_tile = state_of(p_end + i_row * R.channels, i_batch, i_head, i_column, R, BLOCK_K, BLOCK_V)

@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from ejkernel.call import vary_like
@@ -280,10 +281,11 @@ class _Problem:
         prepared: _Prepared,
         *,
         initial: Any,
-        others: list[Any] | None = None,
+        others: tuple[Any, Any] | None = None,
     ) -> list[Any]:
-        """The states before all chunks `[b, chunks, H, d, v]` in the dtype of value and after the last `[b, 1, H, d, v]`; with the
-        `others` of the forward phase also what is carried between the segments of gradients of decays."""
+        """The states before all chunks `[b, chunks, H, d, v]` in the dtype of value and after the last `[b, 1, H, d, v]`; with
+        `others`, the forward phase's of one of _CARRY_CHUNKS chunks and after the last, also what is carried between the segments
+        of gradients of decays."""
         key, value = arrays
         rows = params.width
         block_k = _CHUNK_STATE_ROWS if rows % _CHUNK_STATE_ROWS == 0 else dot_block(rows)
@@ -295,7 +297,7 @@ class _Problem:
             chunk_states_kernel,
             (
                 *(key, value, *prepared[4:], value if initial is None else initial),
-                *((value, value) if others is None else others[:2]),
+                *((value, value) if others is None else others),
                 self.length,
             ),
             (
@@ -321,35 +323,43 @@ class _Problem:
             "num_stages": config.num_stages,
         }
 
+    def chunk_sums(self, cut: _Segments) -> tuple[int, tuple[Any, Any], dict[str, Any]]:
+        """Of the gradients of all chunks: parts in which those of query and key are summed, shape and dtype of their logs, tiles."""
+        blocks, programs = self.blocks(self.params), self.batch * cut.size // self.config.chunk_size * self.heads
+        members = _members(self.heads // self.params.key_heads * blocks, programs * blocks)
+        logs = ((blocks, self.batch, self.heads, cut.size), jnp.float32)
+        tiles = self.chunk_tiles(self.params) | {"grid": programs * blocks // members, "MEMBERS": members}
+        return self.heads * blocks // members, logs, tiles
+
+    def gradients_from_states(self, d_out: Any, before: Any, cut: _Segments, prepared: _Prepared) -> list[Any]:
+        """What the states before all chunks give to the gradient of query `[b, t, parts, d]`, float32, and their logs."""
+        parts, logs, tiles = self.chunk_sums(cut)
+        return call_kernel(
+            query_gradients_kernel,
+            (self.inputs.query, d_out, *prepared[4:], before, self.length),
+            (((self.batch, self.length, parts, self.params.width), jnp.float32), logs),
+            **tiles,
+        )
+
     def chunk_gradients(
-        self, d_out: Any, states: list[Any], d_states: list[Any], cut: _Segments, prepared: _Prepared
+        self, d_out: Any, from_states: list[Any], d_states: list[Any], cut: _Segments, prepared: _Prepared
     ) -> tuple[Any, Any, Any, Any]:
         """The gradients of query, key `[b, t, parts, d]` and value, and of log decays `[1, b, t, H]`."""
         inputs, params, chunk = self.inputs, self.params, self.config.chunk_size
-        blocks, tokens = self.blocks(params), (self.batch, self.length)
-        programs = self.batch * cut.size // chunk * self.heads * blocks
-        members = _members(self.heads // params.key_heads * blocks, programs)
-        parts = self.heads * blocks // members
-        sums = (*tokens, parts, params.width)
-        logs = ((blocks, self.batch, self.heads, cut.size), jnp.float32)
+        tokens = self.batch, self.length
+        parts, logs, tiles = self.chunk_sums(cut)
+        sums, channels = (*tokens, parts, params.width), (*tokens, self.heads, params.channels)
 
         def dtype(given: Any, heads: int) -> Any:
             return given.dtype if given.shape[2] == heads else jnp.float32
 
-        tiles: dict[str, Any] = self.chunk_tiles(params) | {"grid": programs // members, "MEMBERS": members}
-        from_states, read = call_kernel(
-            query_gradients_kernel,
-            (inputs.query, d_out, *prepared[4:], states[0], self.length),
-            ((sums, jnp.float32), logs),
-            **tiles,
-        )
         d_query, d_key, d_value, rest = call_kernel(
             key_gradients_kernel,
-            (inputs.query, inputs.key, inputs.value, d_out, *prepared[4:], d_states[0], from_states, self.length),
+            (inputs.query, inputs.key, inputs.value, d_out, *prepared[4:], d_states[0], from_states[0], self.length),
             (
                 (sums, dtype(inputs.query, parts)),
                 (sums, dtype(inputs.key, parts)),
-                ((*tokens, self.heads, params.channels), dtype(inputs.value, self.heads)),
+                (channels, dtype(inputs.value, self.heads)),
                 logs,
             ),
             **tiles,
@@ -357,7 +367,7 @@ class _Problem:
         segment, heads = _CARRY_CHUNKS * chunk, min(_SUMMED_HEADS, dot_block(self.heads))
         d_logs = call_kernel(
             log_gradients_kernel,
-            (read, rest, d_states[2], self.length),
+            (from_states[1], rest, d_states[2], self.length),
             (((1, *tokens, self.heads), jnp.float32),),
             grid=self.batch * -(-self.length // segment) * -(-self.heads // heads),
             num_warps=4,
@@ -365,7 +375,7 @@ class _Problem:
             CHUNK=chunk,
             SEGMENT=segment,
             HEADS=heads,
-            BLOCKS=blocks,
+            BLOCKS=self.blocks(params),
             CARRIES=d_states[2].shape[3],
         )[0]
         return d_query, d_key, d_value, d_logs
@@ -554,15 +564,18 @@ def backward(
 
 
 def _gradients_of_chunks(problem: _Problem, d_out: Any, d_final: Any) -> LinearRecurrenceInputs:
-    """The gradients from the stored states of all chunks."""
+    """The gradients from the stored states of all chunks, and from those of their gradients, which take the place of the states."""
     inputs, chunk = problem.inputs, problem.config.chunk_size
     cut = problem.segments(-(-problem.length // chunk) * chunk)
     prepared = problem.prepare(cut)
     params = problem.params
     keys, queries = (inputs.key, inputs.value), (inputs.query, d_out)
-    states = problem.chunk_states(params, keys, cut, prepared, initial=inputs.initial_state)
-    d_states = problem.chunk_states(value_gradient_params(params), queries, cut, prepared, initial=d_final, others=states)
-    *gradients, d_logs = problem.chunk_gradients(d_out, states, d_states, cut, prepared)
+    before, last, _ = problem.chunk_states(params, keys, cut, prepared, initial=inputs.initial_state)
+    from_states = problem.gradients_from_states(d_out, before, cut, prepared)
+    others = before[:, ::_CARRY_CHUNKS], last
+    queries, others, from_states = jax.lax.optimization_barrier((queries, others, from_states))
+    d_states = problem.chunk_states(value_gradient_params(params), queries, cut, prepared, initial=d_final, others=others)
+    *gradients, d_logs = problem.chunk_gradients(d_out, from_states, d_states, cut, prepared)
     return _gradients(problem, gradients, d_logs, d_states[1])
 
 
