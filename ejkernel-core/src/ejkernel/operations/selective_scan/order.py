@@ -20,8 +20,6 @@ def _selective_scan_on_triton(call: SelectiveScanCall, phase: Phase, target: Tar
     """
     if call.x.dtype != "bfloat16":
         return Priority(UNMEASURED, f"{call.x.dtype} was not timed")
-    if call.cu_seqlens is not None or call.resets is not None:
-        return Priority(UNMEASURED, "packed sequences and segments were not timed")
     return Priority(TRITON)
 
 
