@@ -6,8 +6,8 @@ Wall times of compiled calls on arrays that lie in place, forward and with gradi
 device divided by that of all times their number. Numbers are checked at a smaller length, against one device. Prints a table,
 writes `split_sequences.json` under `--out` (or `$OUT`), exits with 1 if a number is wrong or a program failed.
 
-`--small`: short sequences, on a CPU too; `--problems` names, comma separated; `--budget` seconds after which nothing new is timed;
-`--threads` that compile; `--repeat` times of each program.
+`--small`: short sequences, on a CPU too; `--problems` names and `--lengths` in tokens, comma separated; `--budget` seconds after
+which nothing new is timed; `--threads` that compile; `--repeat` times of each program; `--unchecked`: times without numbers.
 """
 
 from __future__ import annotations
@@ -221,12 +221,14 @@ def main() -> int:
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--problems", default=",".join(PROBLEMS))
+    parser.add_argument("--lengths", default="32768,131072")
+    parser.add_argument("--unchecked", action="store_true")
     parser.add_argument("--budget", type=float, default=100)
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
     begin = time.perf_counter()
-    lengths, checked = ([128], 128) if options.small else ([32768, 131072], 8192)
+    lengths, checked = ([128], 128) if options.small else ([int(length) for length in options.lengths.split(",")], 8192)
     setup, names = Setup(2 if options.small else HEADS), options.problems.split(",")
     both = "forward", "forward+backward"
 
@@ -234,7 +236,8 @@ def main() -> int:
         shared = "attention" if name.startswith("attention") and not several else name
         return shared, length, phase, several
 
-    wanted = {key(name, checked, both[1], several): name for name in names for several in (False, True)}
+    to_check = [] if options.unchecked else names
+    wanted = {key(name, checked, both[1], several): name for name in to_check for several in (False, True)}
     wanted |= {
         key(name, length, phase, several): name
         for length in lengths
@@ -252,7 +255,7 @@ def main() -> int:
     print(f"{len(programs)} programs in {compile_seconds:.1f} s", flush=True)
 
     checks: dict[str, Any] = {}
-    for name in names:
+    for name in to_check:
         pair = {several: programs[key(name, checked, both[1], several)] for several in (False, True)}
         failed = next((one for one in pair.values() if isinstance(one, str)), None)
         checks[name] = failed or attempt(functools.partial(largest_error, setup, PROBLEMS[name], checked, pair))
