@@ -339,14 +339,19 @@ def test_lowers_for_cuda(length, sequences):
 
 
 @needs_jax_triton
-@pytest.mark.parametrize("length", [1, 150])
-def test_stored_states_lower_for_cuda(monkeypatch, length):
+@pytest.mark.parametrize(("length", "state"), [(1, False), (150, False), (150, True)])
+def test_stored_states_lower_for_cuda(monkeypatch, length, state):
+    """`state`: one enters, and the one that leaves has a gradient; both in float32, unlike those that are stored."""
     monkeypatch.setattr(_jax_triton, "current_target", lambda: H200)
-    call, inputs = bound_of(arrays(1, length, 1, 16, 16, value_heads=4, decays="g"), {}, "bfloat16")
+    call, inputs = bound_of(arrays(1, length, 1, 16, 16, value_heads=4, decays="g"), {"return_state": state}, "bfloat16")
+    if state:
+        inputs = inputs._replace(initial_state=jnp.ones((1, 1, 4, 16, 16)))
+        call = dataclasses.replace(call, initial_state=ArraySpec(inputs.initial_state.shape, "float32"))
     choice = config.Config(64, 64, 16, 4, 2, True)
 
     def gradients(inputs):
-        outputs = LinearRecurrenceOutputs(jnp.ones((1, length, 4, 16), "bfloat16"))
+        final = jnp.ones((1, 1, 4, 16, 16)) if state else None
+        outputs = LinearRecurrenceOutputs(jnp.ones((1, length, 4, 16), "bfloat16"), final)
         return tuple(x for x in kernel.backward(call, inputs, outputs, outputs, choice) if x is not None)
 
     text = jax.jit(gradients).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()

@@ -62,8 +62,8 @@ def chunk_states_kernel(
     o_sums = (i_batch.to(tl.int64) * R.heads + i_head) * (chunks * CHUNK)
     b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if INITIAL:
-        p_tile, m_tile = state_of(p_initial + i_row * R.channels, i_batch, i_head, i_column, R, BLOCK_K, BLOCK_V)
-        b_state = tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)
+        p_first, m_first = state_of(p_initial + i_row * R.channels, i_batch, i_head, i_column, R, BLOCK_K, BLOCK_V)
+        b_state = tl.load(p_first, mask=m_first, other=0.0).to(tl.float32)
     for i_step in range(chunks):
         if R.back:
             i_chunk = chunks - 1 - i_step
@@ -87,11 +87,11 @@ def chunk_states_kernel(
             i_later = i_chunk + 1
             if (i_later % CARRIES == 0) | (i_later == chunks):
                 i_other = i_batch * tl.cdiv(chunks, CARRIES) + i_later // CARRIES
-                p_tile, m_tile = state_of(p_others + i_row * R.channels, i_other, i_head, i_column, R, BLOCK_K, BLOCK_V)
-                b_other = tl.load(p_tile, mask=m_tile & (i_later < chunks), other=0.0).to(tl.float32)
+                p_other, m_other = state_of(p_others + i_row * R.channels, i_other, i_head, i_column, R, BLOCK_K, BLOCK_V)
+                b_other = tl.load(p_other, mask=m_other & (i_later < chunks), other=0.0).to(tl.float32)
                 if INITIAL:
-                    p_tile, m_tile = state_of(p_end + i_row * R.channels, i_batch, i_head, i_column, R, BLOCK_K, BLOCK_V)
-                    b_other += tl.load(p_tile, mask=m_tile & (i_later == chunks), other=0.0)
+                    p_last, m_last = state_of(p_end + i_row * R.channels, i_batch, i_head, i_column, R, BLOCK_K, BLOCK_V)
+                    b_other += tl.load(p_last, mask=m_last & (i_later == chunks), other=0.0)
                 i_carry = (i_batch * tl.cdiv(chunks, CARRIES) + i_chunk // CARRIES) * R.heads + i_head
                 i_carry = i_carry * (ROWS * BLOCKS) + tl.program_id(0) % (ROWS * BLOCKS)
                 tl.store(p_carry + i_carry, tl.sum(tl.sum(b_other * b_state, axis=1), axis=0))

@@ -103,6 +103,7 @@ CASES = (
     Case("packed-tail", arrays(1, decays="gk gv", bonus=True, bounds=(0, 9, 14)), {"reverse": True, **_STATE}),
     Case("packed-no-sequence", arrays(1, 6, decays="g", bounds=(0,), state=True), _STATE),
     Case("long", arrays(1, 150, 1, decays="g gk")),
+    Case("long-value-groups", arrays(1, 530, 1, 16, 16, value_heads=3, decays="g", state=True), _STATE),
     Case("square-state", arrays(1, 6, width=4, channels=4, decays="g", state=True), _STATE),
     Case("length-1", arrays(length=1, decays="g gk gv", bonus=True, state=True), _STATE),
     Case("length-0", arrays(length=0, decays="g", state=True), _STATE),
