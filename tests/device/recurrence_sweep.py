@@ -13,6 +13,7 @@ and compiled between timings, because XLA times kernels when it compiles. Prints
 `recurrence_decode.json` under `--out` (or `$OUT`), exits with 1 if a number of ours is wrong.
 
 `--only` families, comma separated (default: all but decode), or decode; `--cases` a regular expression for lines of the table;
+`--turns` a file that processes share which run at once, one for each family: they compile beside each other, and time in turns;
 `--budget` seconds after which nothing new is started; `--small` tries the script without a GPU, by wall time.
 """
 
@@ -22,6 +23,8 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -332,10 +335,19 @@ def run(report: Report, jobs: list[Job], options: argparse.Namespace) -> None:
                 programs = dict(zip(given, pool.map(compiled, [future.result() for future in given.values()]), strict=True))
                 makers = dict(zip(makers, pool.map(compiled, makers.values()), strict=True))
             print(f"  compiled {len(programs)} programs at {time.monotonic() - report.started:.0f} s", flush=True)
-            time_wave(report, wave, programs, makers)
+            with turn(options.turns):
+                time_wave(report, wave, programs, makers)
             for key in given:
                 del futures[key]
         lowering.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def turn(path: str) -> Iterator[None]:
+    """While no other process that names the file has its turn."""
+    with open(path or os.devnull, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if path else fcntl.LOCK_UN)
+        yield
 
 
 def time_wave(report: Report, wave: list[Job], programs: dict[tuple[Any, str], Any], makers: dict[Any, Any]) -> None:
@@ -372,6 +384,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=280)
     parser.add_argument("--threads", type=int, default=14)
     parser.add_argument("--wave", type=int, default=14, help="lines that are compiled together")
+    parser.add_argument("--turns", default="")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     if jax.default_backend() != "gpu" and not options.small:
