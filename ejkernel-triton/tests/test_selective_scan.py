@@ -18,6 +18,7 @@ from ejkernel.operations.selective_scan.cases import CASES, arrays
 from ejkernel.operations.selective_scan.interface import OPERATION, SelectiveScanOutputs
 from ejkernel.plugin import Target
 from ejkernel_triton._ahead_of_time import TOLERATED, recorded, target_of
+from ejkernel_triton._jax_triton import intercept_launches
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.selective_scan import capability, config
 
@@ -82,7 +83,7 @@ def check(call, inputs, choice, limits=(2e-6, 1e-5), unused=None):
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("choice", [config.Config(0, 4, 4), config.Config(8, 2, 8)], ids=["whole", "segments"])
+@pytest.mark.parametrize("choice", [config.Config(0, 4, 4, 1), config.Config(8, 2, 8, 1)], ids=["whole", "segments"])
 def test_every_case(interpreted, name, choice):
     call, inputs = bound_of(NAMED[name].arrays)
     check(call, inputs, choice, (2e-3, 2e-3) if "extreme" in NAMED[name].tags else (2e-6, 1e-5))
@@ -90,12 +91,28 @@ def test_every_case(interpreted, name, choice):
 
 @pytest.mark.parametrize("length", [7, 8, 9, 16])
 def test_lengths_around_chunks_and_segments(interpreted, length):
-    check(*bound_of(arrays(2, length, 6, 4, state=True)), config.Config(8, 4, 4))
+    check(*bound_of(arrays(2, length, 6, 4, state=True)), config.Config(8, 4, 4, 1))
 
 
 @pytest.mark.parametrize(("dtype", "limits"), [("bfloat16", (8e-3, 1.6e-2)), ("float16", (1e-3, 2.5e-3))])
 def test_narrow_dtypes(interpreted, dtype, limits):
-    check(*bound_of(arrays(1, 40, 8, 4, state=True), dtype), config.Config(16, 8, 8), limits)
+    check(*bound_of(arrays(1, 40, 8, 4, state=True), dtype), config.Config(16, 8, 8, 1), limits)
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16")], ids="-".join)
+@pytest.mark.parametrize("width", [16, 20], ids="n{}".format)
+def test_states_in_arrays_of_gradients(interpreted, dtypes, width):
+    """x and dt in dtypes of their own, with as many numbers of state as their gradients hold and with more, and with a tail."""
+    call, inputs = bound_of(arrays(2, 44, 8, width, state=True), dtypes[0])
+    inputs = inputs._replace(dt=inputs.dt.astype(dtypes[1]))
+    call = dataclasses.replace(call, dt=ArraySpec.of(inputs.dt))
+    check(call, inputs, config.Config(16, 8, 8, 1), (8e-3, 1.6e-2))
+
+
+@pytest.mark.parametrize("bounds", [None, (0, 9, 17, 24)], ids=["rows", "packed"])
+@pytest.mark.parametrize(("channels", "warps"), [(16, 2), (10, 4)])
+def test_sums_over_warps(interpreted, channels, warps, bounds):
+    check(*bound_of(arrays(1, 24, channels, 16, state=True, bounds=bounds)), config.Config(8, 4, 16, warps))
 
 
 def test_members_with_matrices_of_their_own(interpreted):
@@ -104,13 +121,13 @@ def test_members_with_matrices_of_their_own(interpreted):
     doubled = {name: jnp.concatenate([getattr(inputs, name), 2 * getattr(inputs, name)]) for name in ("A", "D")}
     inputs = inputs._replace(**doubled)
     call = dataclasses.replace(call, **{name: ArraySpec.of(array) for name, array in doubled.items()})
-    check(call, inputs, config.Config(4, 2, 4))
+    check(call, inputs, config.Config(4, 2, 4, 1))
 
 
 def test_a_decay_of_zero_forgets(interpreted):
     """An exponent beyond float32 is a decay of 0: nothing before it is seen, forward or backward."""
     call, inputs = bound_of(arrays(1, 24, 4, 4, state=True))
-    check(call, inputs._replace(dt=inputs.dt.at[0, 13].set(1e30), x=inputs.x.at[0, 13].set(0)), config.Config(8, 4, 4))
+    check(call, inputs._replace(dt=inputs.dt.at[0, 13].set(1e30), x=inputs.x.at[0, 13].set(0)), config.Config(8, 4, 4, 1))
 
 
 BOUNDS = {
@@ -126,7 +143,7 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize("choice", [config.Config(0, 4, 4), config.Config(8, 4, 2)], ids=["whole", "segments"])
+@pytest.mark.parametrize("choice", [config.Config(0, 4, 4, 1), config.Config(8, 4, 2, 1)], ids=["whole", "segments"])
 @pytest.mark.parametrize("name", BOUNDS)
 def test_bounds_of_documents(interpreted, name, choice):
     bounds, tokens = BOUNDS[name], np.arange(24)
@@ -142,11 +159,11 @@ def test_rows_of_documents(interpreted, rows):
     call = dataclasses.replace(call, cu_seqlens=ArraySpec.of(bounds))
     state = jnp.asarray(np.random.default_rng(2).standard_normal(call.state_shape), jnp.float32)
     call = dataclasses.replace(call, initial_state=ArraySpec.of(state))
-    check(call, inputs._replace(cu_seqlens=bounds, initial_state=state), config.Config(8, 4, 4))
+    check(call, inputs._replace(cu_seqlens=bounds, initial_state=state), config.Config(8, 4, 4, 1))
 
 
 @pytest.mark.parametrize("marked", [{"bounds": (0, 6, 11, 19, 24)}, {"segments": ((0,) * 6 + (1,) * 5 + (2,) * 8 + (3,) * 5,)}])
-@pytest.mark.parametrize("choice", [config.Config(0, 4, 4), config.Config(8, 4, 4)], ids=["whole", "segments"])
+@pytest.mark.parametrize("choice", [config.Config(0, 4, 4, 1), config.Config(8, 4, 4, 1)], ids=["whole", "segments"])
 def test_nan_of_a_document_reaches_no_other(interpreted, choice, marked):
     """Nor does its gradient, but for those of A and D, which documents share."""
     call, inputs = bound_of(arrays(1, 24, 4, 3, **marked))
@@ -168,9 +185,9 @@ def test_nan_of_a_document_reaches_no_other(interpreted, choice, marked):
 
 def test_configs_say_what_is_wrong():
     with pytest.raises(ValueError, match="chunk_size: got 3"):
-        config.Config(0, 3, 4)
+        config.Config(0, 3, 4, 1)
     with pytest.raises(ValueError, match="segment_size: got 12, expected 0 or a multiple of chunk_size, 8"):
-        config.Config(12, 8, 4)
+        config.Config(12, 8, 4, 1)
 
 
 def test_segments_fill_the_device():
@@ -179,10 +196,31 @@ def test_segments_fill_the_device():
     assert config.forward_heuristic(few, H200).segment_size == 128
     assert config.forward_heuristic(many, H200).segment_size == 256
     step, _ = bound_of(arrays(64, 1, 256, 16, state=True))
-    assert config.forward_space(step, H200)[0] == config.Config(0, 1, 16)
+    assert config.forward_space(step, H200)[0] == config.Config(0, 1, 16, 1)
 
 
-@pytest.mark.parametrize(("bounds", "stack"), [(None, 0), ((0, 100, 101, 512), 160)], ids=["rows", "packed"])
+def test_gradients_keep_no_states_of_their_own():
+    """What the launches allocate beside results, per token and channel of bfloat16 with 16 numbers of state."""
+    allocated: list[int] = []
+
+    def launch(kernel, inputs, outputs, *, input_output_aliases=None, **_):
+        given = set((input_output_aliases or {}).values())
+        sizes = [np.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in outputs]
+        allocated.append(sum(int(size) for i, size in enumerate(sizes) if i not in given))
+        return [jnp.zeros(shape, dtype) for shape, dtype in outputs]
+
+    def run(inputs, outputs):
+        return kernel.backward(call, inputs, outputs, outputs, config.backward_heuristic(call, H200))
+
+    call, inputs = bound_of(arrays(1, 8192, 1024, 16), "bfloat16")
+    with intercept_launches(launch):
+        jax.eval_shape(run, inputs, jax.eval_shape(lambda: cotangents_of(call)))
+    gradients = 2 * call.x.nbytes  # of x and dt
+    partial_sums = 2 * 8192 * 1024  # of the gradients of B and C, of 16 channels each
+    assert sum(allocated) - gradients < 2 * partial_sums + 8192 * 1024
+
+
+@pytest.mark.parametrize(("bounds", "stack"), [(None, 0), ((0, 100, 101, 512), 32)], ids=["rows", "packed"])
 def test_compiles_within_the_limits(monkeypatch, tmp_path, bounds, stack):
     """Only with packed sequences the gradients' kernel leaves registers, and no innermost loop of it does."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -197,7 +235,7 @@ def test_compiles_within_the_limits(monkeypatch, tmp_path, bounds, stack):
 
 
 @needs_jax_triton
-@pytest.mark.parametrize("length", [64, 1])
+@pytest.mark.parametrize("length", [64, 60, 1])
 def test_lowers_for_cuda(length):
     def loss(values):
         return OPERATION.invoke(values, {}, platform="triton")[0].astype(jnp.float32).sum()

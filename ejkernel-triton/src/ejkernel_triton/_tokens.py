@@ -48,3 +48,28 @@ def store_row(p, b_row, u, o_column, rows, SIZE: tl.constexpr, BLOCK: tl.constex
         tl.store(p + u * SIZE + o_column, b_row)
     else:
         tl.store(p + u * SIZE + o_column, b_row, mask=(u < rows) & (o_column < SIZE))
+
+
+@triton.jit
+def joined(b_rows, SIZE: tl.constexpr, P: tl.constexpr):
+    """All tokens of a chunk, `[SIZE]` each, as one tile `[SIZE, chunk_size]`."""
+    CHUNK: tl.constexpr = P.chunk_size
+    HALVES: tl.constexpr = P.chunk_size.bit_length() - 1
+    for i_half in tl.static_range(HALVES):
+        b_pairs = ()
+        for u in tl.static_range(CHUNK >> (i_half + 1)):
+            b_pairs = b_pairs + (tl.join(b_rows[u], b_rows[u + (CHUNK >> (i_half + 1))]),)
+        b_rows = b_pairs
+    return tl.reshape(b_rows[0], [SIZE, CHUNK])
+
+
+@triton.jit
+def store_rows(p, b_tile, o_column, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr):
+    """Tokens of a chunk that are `joined`, `[BLOCK, chunk_size]`."""
+    o_row = tl.arange(0, P.chunk_size)
+    p_tile = p + o_row[None, :] * SIZE + o_column[:, None]
+    b_tile = b_tile.to(p.dtype.element_ty)
+    if P.whole and SIZE % BLOCK == 0:
+        tl.store(p_tile, b_tile)
+    else:
+        tl.store(p_tile, b_tile, mask=(o_row < rows)[None, :] & (o_column < SIZE)[:, None])

@@ -11,8 +11,8 @@ C takes `d_out_t h_t` and B `g dt_t x_t`, summed over channels; dt takes `x_t (g
 import triton
 import triton.language as tl
 
-from ejkernel_triton._tokens import place_of, row_of, rows_of, store_row
-from ejkernel_triton.selective_scan.scan import state_before, step
+from ejkernel_triton._tokens import joined, place_of, row_of, rows_of, store_row, store_rows
+from ejkernel_triton.selective_scan.scan import advance, inputs_of, state_before, step, tokens_of
 from ejkernel_triton.selective_scan.tiles import (
     BITS,
     FIRST,
@@ -21,13 +21,15 @@ from ejkernel_triton.selective_scan.tiles import (
     RESET,
     channels_of,
     exponents_of,
+    held_state,
     inside,
-    kept_state_of,
     load_state,
     marks_of,
     state_at,
     store_channels,
     store_state,
+    sum_of_channels,
+    sum_of_warps,
 )
 
 
@@ -50,74 +52,67 @@ def gradient_after(p_d_final, p_heads, p_totals, p_reach, b_A, i_batch, i_segmen
 
 
 @triton.jit
+def state_in_segment(b_held, b_sum, b_before, b_A, m_reached, P: tl.constexpr):
+    """The state before a chunk: what was held of it, and what the state before the segment adds after so much dt."""
+    tl.debug_barrier()  # what was held is overwritten from here on
+    b_first = tl.exp2(b_A * b_sum[:, None]) * b_before
+    if P.cut:
+        b_first = tl.where(m_reached, b_first, 0.0)
+    return b_held + b_first
+
+
+@triton.jit
 def gradient_chunk(
-    b_d_state, b_d_A, b_d_D, b_before, p_x, p_B, p_C, p_dt, p_d_out, p_states, p_sums, b_A, b_D, m_reached,
-    p_d_x, p_d_B, p_d_C, p_d_dt, i_batch, i_t, i_token, chunks, tokens, o_i, o_n, rows, i_block, P: tl.constexpr,
+    b_d_state, b_d_A, b_d_D, b_before, p_x, p_B, p_C, p_dt, p_d_out, b_held, b_sum, b_A, b_D, m_reached, p_d_x, p_d_B, p_d_C,
+    p_d_dt, i_token, i_part, o_i, o_n, rows, P: tl.constexpr,
 ):  # fmt: skip
     """Stores the gradients of the tokens of a chunk without edges, from that of the state after it.
 
     Returns the gradient of the state before it, and those of A and D with what it adds. b_before: the state before the segment.
-    tokens: of all members, for the gradients of B and C.
+    i_part: the first token, where gradients of B and C are summed.
     """
     CHUNK: tl.constexpr = P.chunk_size
-    b_x = rows_of(p_x + i_token * P.channels, o_i, rows, P.channels, P.block_i, P)
-    b_dt = rows_of(p_dt + i_token * P.channels, o_i, rows, P.channels, P.block_i, P)
+    b_x, b_B, b_dt = inputs_of(p_x, p_B, p_dt, i_token, o_i, o_n, rows, P)
     b_d_out = rows_of(p_d_out + i_token * P.channels, o_i, rows, P.channels, P.block_i, P)
-    b_B = rows_of(p_B + i_token * P.width, o_n, rows, P.width, P.block_n, P)
-    b_C = rows_of(p_C + i_token * P.width, o_n, rows, P.width, P.block_n, P)
-    i_chunk = i_batch * chunks + i_t // CHUNK
-    b_state = chunk_state(p_states, p_sums, b_before, b_A, m_reached, i_chunk, i_block, P)
-    b_states = (b_state,)
-    b_decays = ()
+    b_state = state_in_segment(b_held, b_sum, b_before, b_A, m_reached, P)
+    b_states, b_decays, b_d_C = (), (), ()
     for u in tl.static_range(CHUNK):
-        b_decay = tl.exp2(b_A * b_dt[u][:, None])
-        b_state = b_decay * b_state + (b_dt[u] * b_x[u])[:, None] * b_B[u][None, :]
         b_states = b_states + (b_state,)
+        b_state, b_decay = advance(b_state, b_A, b_x[u], b_B[u], b_dt[u])
         b_decays = b_decays + (b_decay,)
-    i_part = i_block * tokens + i_token
+        b_d_C = b_d_C + (sum_of_warps(b_d_out[u][:, None] * b_state, P),)
+    b_C = rows_of(p_C + i_token * P.width, o_n, rows, P.width, P.block_n, P)
+    store_rows(p_d_C + i_part * P.width, sum_of_channels(b_d_C, P), o_n, rows, P.width, P.block_n, P)
+    b_d_x, b_d_B, b_d_dt = (), (), ()
     for u in tl.static_range(CHUNK - 1, -1, -1):
         b_d_state += b_d_out[u][:, None] * b_C[u][None, :]
-        b_d_C = tl.sum(b_d_out[u][:, None] * b_states[u + 1], axis=0)
-        b_d_B = tl.sum(b_d_state * (b_dt[u] * b_x[u])[:, None], axis=0)
-        store_row(p_d_C + i_part * P.width, b_d_C, u, o_n, rows, P.width, P.block_n, P)
-        store_row(p_d_B + i_part * P.width, b_d_B, u, o_n, rows, P.width, P.block_n, P)
+        b_d_B = (sum_of_warps(b_d_state * (b_dt[u] * b_x[u])[:, None], P),) + b_d_B
         b_d_written = tl.sum(b_d_state * b_B[u][None, :], axis=1)
         b_d_state *= b_decays[u]
         b_d_exponent = b_d_state * b_states[u]
         b_d_A += b_d_exponent * b_dt[u][:, None]
-        b_d_dt = b_x[u] * b_d_written + tl.sum(b_d_exponent * b_A, axis=1) * LN_2
-        b_d_x = b_dt[u] * b_d_written
+        b_row_dt = b_x[u] * b_d_written + tl.sum(b_d_exponent * b_A, axis=1) * LN_2
+        b_row_x = b_dt[u] * b_d_written
         if P.skip:
-            b_d_x += b_D * b_d_out[u]
+            b_row_x += b_D * b_d_out[u]
             b_d_D += b_x[u] * b_d_out[u]
-        store_row(p_d_x + i_token * P.channels, b_d_x, u, o_i, rows, P.channels, P.block_i, P)
-        store_row(p_d_dt + i_token * P.channels, b_d_dt, u, o_i, rows, P.channels, P.block_i, P)
+        b_d_x = (b_row_x.to(p_d_x.dtype.element_ty),) + b_d_x
+        b_d_dt = (b_row_dt.to(p_d_dt.dtype.element_ty),) + b_d_dt
+    store_rows(p_d_x + i_token * P.channels, joined(b_d_x, P.block_i, P), o_i, rows, P.channels, P.block_i, P)
+    store_rows(p_d_dt + i_token * P.channels, joined(b_d_dt, P.block_i, P), o_i, rows, P.channels, P.block_i, P)
+    store_rows(p_d_B + i_part * P.width, sum_of_channels(b_d_B, P), o_n, rows, P.width, P.block_n, P)
     return b_d_state, b_d_A, b_d_D
 
 
 @triton.jit
-def chunk_state(p_states, p_sums, b_before, b_A, m_reached, i_chunk, i_block, P: tl.constexpr):
-    """The state before a chunk."""
-    b_sum = channels_of(p_sums, i_chunk, i_block, P)
-    b_state = tl.load(kept_state_of(p_states, i_chunk, i_block, P)).to(tl.float32)
-    if P.cut:
-        b_state += tl.where(m_reached, tl.exp2(b_A * b_sum[:, None]) * b_before, 0.0)
-    else:
-        b_state += tl.exp2(b_A * b_sum[:, None]) * b_before
-    return b_state
-
-
-@triton.jit
 def gradient_edges(
-    b_d_state, b_d_A, b_d_D, b_before, p_x, p_B, p_C, p_dt, p_d_out, p_states, p_sums, b_A, b_D, p_initial, p_d_final, m_reached,
-    p_chunk, p_d_x, p_d_B, p_d_C, p_d_dt, p_d_initial, i_batch, i_t, i_token, chunks, tokens, o_i, o_n, rows, i_block,
-    P: tl.constexpr, INITIAL: tl.constexpr,
+    b_d_state, b_d_A, b_d_D, b_before, p_x, p_B, p_C, p_dt, p_d_out, b_held, b_sum, b_A, b_D, p_initial, p_d_final, m_reached,
+    p_chunk, p_d_x, p_d_B, p_d_C, p_d_dt, p_d_initial, i_token, i_part, o_i, o_n, rows, i_block, P: tl.constexpr,
+    INITIAL: tl.constexpr,
 ):  # fmt: skip
     """As `gradient_chunk`, of a chunk with edges, token after token; every state is formed again from the one before the chunk."""
     CHUNK: tl.constexpr = P.chunk_size
-    i_part = i_block * tokens + i_token
-    i_chunk = i_batch * chunks + i_t // CHUNK
-    b_first = chunk_state(p_states, p_sums, b_before, b_A, m_reached, i_chunk, i_block, P)
+    b_first = state_in_segment(b_held, b_sum, b_before, b_A, m_reached, P)
     for u_back in range(CHUNK):
         u = CHUNK - 1 - u_back
         b_state = b_first
@@ -127,7 +122,7 @@ def gradient_edges(
             )
         i_mark = tl.load(p_chunk + u)
         b_state = state_at(b_state, i_mark, p_initial, i_block, INITIAL, P)
-        b_after, b_decay, b_x, b_dt, b_B = step(
+        b_after, b_decay, b_x, b_B, b_dt = step(
             b_state, p_x, p_B, p_dt, b_A, p_initial, p_chunk, u, i_token, o_i, o_n, rows, i_block, P, INITIAL
         )
         b_d_out = inside(row_of(p_d_out + i_token * P.channels, u, o_i, rows, P.channels, P.block_i, P, 0.0), i_mark)
@@ -170,10 +165,13 @@ def gradient_kernel(
     p_ends,
     p_totals,
     p_heads,
-    p_states,
     p_sums,
+    p_rest,
     p_marks,
     p_reach,
+    p_held_x,
+    p_held_dt,
+    p_held_A,
     length,
     segments,
     p_d_x,
@@ -186,15 +184,17 @@ def gradient_kernel(
     P: tl.constexpr,
     INITIAL: tl.constexpr,
 ):
-    """Gradients of B and C are of a block of channels, those of A and D of a segment."""
+    """Gradients of B and C are of a block of channels, those of A and D of a segment.
+
+    p_d_x, p_d_dt and p_d_A begin with what `segment_kernel` held in them, as p_held_x, p_held_dt and p_held_A.
+    """
     BLOCK_I: tl.constexpr = P.block_i
     BLOCK_N: tl.constexpr = P.block_n
     CHUNK: tl.constexpr = P.chunk_size
     i_batch, i_segment, i_block = place_of(segments, P)
     o_i, o_n = i_block * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_N)
     i_member = i_batch.to(tl.int64) * length
-    BLOCKS: tl.constexpr = (P.channels + P.block_i - 1) // P.block_i
-    members = (tl.num_programs(0) // BLOCKS // segments).to(tl.int64)
+    tokens = tokens_of(length, segments, P)
     chunks = tl.cdiv(length, CHUNK)
     b_A = exponents_of(p_A, i_batch, i_block, P)
     b_before = state_before(p_initial, p_ends, p_totals, p_reach, b_A, i_batch, i_segment, i_block, segments, INITIAL, P)
@@ -204,27 +204,29 @@ def gradient_kernel(
     b_D = 0.0
     if P.skip:
         b_D = channels_of(p_D, i_batch if P.skip_per_member else i_batch * 0, i_block, P)
-    begin = i_segment * P.segment_size
+    begin, i_index = i_segment * P.segment_size, i_batch * segments + i_segment
     steps = tl.cdiv(tl.minimum(length - begin, P.segment_size), CHUNK)
     for i_back in range(steps):
         i_t = begin + (steps - 1 - i_back) * CHUNK
         rows = length - i_t
         i_token = i_member + i_t
+        i_part = i_block * tokens + i_token
+        b_held = held_state(p_d_x, p_d_dt, p_rest, p_d_A, i_token, rows, tokens, i_index, i_block, P)
+        b_sum = channels_of(p_sums, i_batch * chunks + i_t // CHUNK, i_block, P)
         m_edges, m_reached, p_chunk = False, True, p_marks
         if P.cut:
             m_edges, m_reached, p_chunk = marks_of(p_marks, i_batch * chunks + i_t // CHUNK, P)
         if P.cut and m_edges:
             b_d_state, b_d_A, b_d_D = gradient_edges(
-                b_d_state, b_d_A, b_d_D, b_before, p_x, p_B, p_C, p_dt, p_d_out, p_states, p_sums, b_A, b_D, p_initial, p_d_final,
-                m_reached, p_chunk, p_d_x, p_d_B, p_d_C, p_d_dt, p_d_initial, i_batch, i_t, i_token, chunks,
-                members * length, o_i, o_n, rows, i_block, P, INITIAL,
+                b_d_state, b_d_A, b_d_D, b_before, p_x, p_B, p_C, p_dt, p_d_out, b_held, b_sum, b_A, b_D, p_initial, p_d_final,
+                m_reached, p_chunk, p_d_x, p_d_B, p_d_C, p_d_dt, p_d_initial, i_token, i_part, o_i, o_n, rows, i_block, P,
+                INITIAL,
             )  # fmt: skip
         else:
             b_d_state, b_d_A, b_d_D = gradient_chunk(
-                b_d_state, b_d_A, b_d_D, b_before, p_x, p_B, p_C, p_dt, p_d_out, p_states, p_sums, b_A, b_D, m_reached,
-                p_d_x, p_d_B, p_d_C, p_d_dt, i_batch, i_t, i_token, chunks, members * length, o_i, o_n, rows, i_block, P,
+                b_d_state, b_d_A, b_d_D, b_before, p_x, p_B, p_C, p_dt, p_d_out, b_held, b_sum, b_A, b_D, m_reached, p_d_x,
+                p_d_B, p_d_C, p_d_dt, i_token, i_part, o_i, o_n, rows, P,
             )  # fmt: skip
-    i_index = i_batch * segments + i_segment
     store_state(p_d_A, b_d_A, i_index, i_block, P)
     if P.skip:
         store_channels(p_d_D, b_d_D, i_index, i_block, P)

@@ -24,11 +24,8 @@ from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.selective_scan.config import Config
 from ejkernel_triton.selective_scan.edges import Edges, edges_of
 from ejkernel_triton.selective_scan.gradients import gradient_kernel
-from ejkernel_triton.selective_scan.params import params_of
+from ejkernel_triton.selective_scan.params import held_dtype, params_of
 from ejkernel_triton.selective_scan.scan import scan_kernel, segment_kernel
-
-_WARPS = 1
-"""Sums over channels and over a state stay within a warp."""
 
 
 class _Problem:
@@ -47,11 +44,9 @@ class _Problem:
         self.segments = -(-self.length // self.params.segment_size)
         self.blocks = -(-self.channels // config.block_i)
         self.edges = edges_of(call, inputs, self.params) if self.params.cut else Edges(None, None, None)
-        self.dtype = jnp.bfloat16 if call.x.dtype == "bfloat16" else jnp.float32
-        """Of what is kept for another kernel and is summed there."""
         self.launch: dict[str, Any] = {
             "grid": self.batch * self.segments * self.blocks,
-            "num_warps": _WARPS,
+            "num_warps": config.num_warps,
             "P": self.params,
         }
 
@@ -73,17 +68,23 @@ class _Problem:
     def segment_pass(self, d_out: Any = None, d_final: Any = None) -> list[Any]:
         """See `segment_kernel`."""
         x, A, B, C, _, dt, initial = self.inputs[:7]
-        parts, chunks = (self.batch, self.segments), (self.batch, -(-self.length // self.params.chunk_size))
-        backward = d_out is not None
+        backward, params = d_out is not None, self.params
+        parts = self.batch, self.segments
+        for_gradients: tuple[Any, ...] = (
+            ((*parts, *self.state), jnp.float32),
+            ((self.batch, -(-self.length // params.chunk_size), self.channels), jnp.float32),
+            (x.shape, x.dtype),
+            (dt.shape, dt.dtype),
+            ((params.rest, *x.shape) if params.rest else (1,), held_dtype(self.call)),
+            ((*parts, *self.state), jnp.float32),
+        )
         return call_kernel(
             segment_kernel,
             (x, A, B, C, dt, *self.or_x(d_out, initial, d_final, self.edges.marks), self.length, self.segments),
             (
                 ((*parts, *self.state), jnp.float32),
                 ((*parts, self.channels), jnp.float32),
-                ((*parts, *self.state) if backward else (1,), jnp.float32),
-                ((*chunks, self.blocks * self.params.kept) if backward else (1,), self.dtype),
-                ((*chunks, self.channels) if backward else (1,), jnp.float32),
+                *(array if backward else ((1,), array[1]) for array in for_gradients),
             ),
             INITIAL=initial is not None,
             BACKWARD=backward,
@@ -135,26 +136,27 @@ def backward(
             zeros["initial_state"] = d_final.astype(inputs.initial_state.dtype)
         return SelectiveScanInputs(**zeros)
     problem = _Problem(call, inputs, config)
-    ends, totals, heads, states, sums = problem.segment_pass(cotangents.out, d_final)
+    ends, totals, heads, sums, held_x, held_dt, rest, held_A = problem.segment_pass(cotangents.out, d_final)
     x, A, B, C, D, dt, initial = problem.inputs[:7]
-    batch, length, blocks = problem.batch, problem.length, problem.blocks
-    part = (blocks, batch, length, problem.width), problem.dtype
+    batch, length = problem.batch, problem.length
+    part = (problem.blocks, batch, length, problem.width), held_dtype(call)
+    arrays = (
+        *(x, A, B, C, *problem.or_x(D), dt, *problem.or_x(initial), cotangents.out, d_final),
+        *(ends, totals, heads, sums, rest, *problem.or_x(problem.edges.marks, problem.edges.reach)),
+    )
     d_x, d_A, d_B, d_C, d_D, d_dt, d_initial = call_kernel(
         gradient_kernel,
-        (
-            *(x, A, B, C, *problem.or_x(D), dt, *problem.or_x(initial), cotangents.out, d_final),
-            *(ends, totals, heads, states, sums, *problem.or_x(problem.edges.marks, problem.edges.reach)),
-            *(length, problem.segments),
-        ),
+        (*arrays, held_x, held_dt, held_A, length, problem.segments),
         (
             (x.shape, x.dtype),
-            ((batch, problem.segments, *problem.state), jnp.float32),
+            (held_A.shape, jnp.float32),
             part,
             part,
             ((batch, problem.segments, problem.channels) if D is not None else (1,), jnp.float32),
             (dt.shape, dt.dtype),
             (call.state_shape, jnp.float32),
         ),
+        input_output_aliases={len(arrays): 0, len(arrays) + 1: 5, len(arrays) + 2: 1},
         INITIAL=initial is not None,
         **problem.launch,
     )

@@ -13,14 +13,30 @@ from ejkernel_triton.selective_scan.tiles import (
     RESET,
     channels_of,
     exponents_of,
+    hold_state,
     inside,
-    kept_state_of,
     load_state,
     marks_of,
     state_at,
     store_channels,
     store_state,
 )
+
+
+@triton.jit
+def advance(b_state, b_A, b_x, b_B, b_dt):
+    """The state after a token, and its decay."""
+    b_decay = tl.exp2(b_A * b_dt[:, None])
+    return b_decay * b_state + (b_dt * b_x)[:, None] * b_B[None, :], b_decay
+
+
+@triton.jit
+def inputs_of(p_x, p_B, p_dt, i_token, o_i, o_n, rows, P: tl.constexpr):
+    """x, B and dt of all tokens of a chunk."""
+    b_x = rows_of(p_x + i_token * P.channels, o_i, rows, P.channels, P.block_i, P)
+    b_dt = rows_of(p_dt + i_token * P.channels, o_i, rows, P.channels, P.block_i, P)
+    b_B = rows_of(p_B + i_token * P.width, o_n, rows, P.width, P.block_n, P)
+    return b_x, b_B, b_dt
 
 
 @triton.jit
@@ -41,35 +57,28 @@ def step(
     P: tl.constexpr,
     INITIAL: tl.constexpr,
 ):
-    """Token u of a chunk with edges: the state after it, its decay, and its x, dt and B."""
+    """Token u of a chunk with edges: the state after it, its decay, and its x, B and dt."""
     i_mark = tl.load(p_chunk + u)
     b_x = inside(row_of(p_x + i_token * P.channels, u, o_i, rows, P.channels, P.block_i, P, 0.0), i_mark)
     b_dt = inside(row_of(p_dt + i_token * P.channels, u, o_i, rows, P.channels, P.block_i, P, 0.0), i_mark)
     b_B = inside(row_of(p_B + i_token * P.width, u, o_n, rows, P.width, P.block_n, P, 0.0), i_mark)
-    b_decay = tl.exp2(b_A * b_dt[:, None])
-    b_state = b_decay * state_at(b_state, i_mark, p_initial, i_block, INITIAL, P) + (b_dt * b_x)[:, None] * b_B[None, :]
-    return b_state, b_decay, b_x, b_dt, b_B
+    b_state, b_decay = advance(state_at(b_state, i_mark, p_initial, i_block, INITIAL, P), b_A, b_x, b_B, b_dt)
+    return b_state, b_decay, b_x, b_B, b_dt
 
 
 @triton.jit
 def segment_chunk(
-    b_state, b_sum, b_product, b_head, p_x, p_B, p_C, p_dt, p_d_out, p_states, p_sums, b_A, i_batch, i_t, i_token, chunks, o_i, o_n,
-    rows, i_block, P: tl.constexpr, BACKWARD: tl.constexpr,
+    b_state, b_sum, b_product, b_head, p_x, p_B, p_C, p_dt, p_d_out, b_A, i_token, o_i, o_n, rows, P: tl.constexpr,
+    BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """The numbers of `segment_kernel` after a chunk without edges."""
     CHUNK: tl.constexpr = P.chunk_size
-    b_x = rows_of(p_x + i_token * P.channels, o_i, rows, P.channels, P.block_i, P)
-    b_dt = rows_of(p_dt + i_token * P.channels, o_i, rows, P.channels, P.block_i, P)
-    b_B = rows_of(p_B + i_token * P.width, o_n, rows, P.width, P.block_n, P)
+    b_x, b_B, b_dt = inputs_of(p_x, p_B, p_dt, i_token, o_i, o_n, rows, P)
     if BACKWARD:
         b_C = rows_of(p_C + i_token * P.width, o_n, rows, P.width, P.block_n, P)
         b_d_out = rows_of(p_d_out + i_token * P.channels, o_i, rows, P.channels, P.block_i, P)
-        i_chunk = i_batch * chunks + i_t // CHUNK
-        tl.store(kept_state_of(p_states, i_chunk, i_block, P), b_state.to(p_states.dtype.element_ty))
-        store_channels(p_sums, b_sum, i_chunk, i_block, P)
     for u in tl.static_range(CHUNK):
-        b_decay = tl.exp2(b_A * b_dt[u][:, None])
-        b_state = b_decay * b_state + (b_dt[u] * b_x[u])[:, None] * b_B[u][None, :]
+        b_state, b_decay = advance(b_state, b_A, b_x[u], b_B[u], b_dt[u])
         b_sum += b_dt[u]
         if BACKWARD:
             b_product *= b_decay
@@ -79,18 +88,14 @@ def segment_chunk(
 
 @triton.jit
 def segment_edges(
-    b_state, b_sum, b_product, b_head, p_x, p_B, p_C, p_dt, p_d_out, p_states, p_sums, b_A, p_initial, p_d_final, m_reached,
-    p_chunk, i_batch, i_t, i_token, chunks, o_i, o_n, rows, i_block, P: tl.constexpr, INITIAL: tl.constexpr, BACKWARD: tl.constexpr,
+    b_state, b_sum, b_product, b_head, p_x, p_B, p_C, p_dt, p_d_out, b_A, p_initial, p_d_final, m_reached, p_chunk, i_token,
+    o_i, o_n, rows, i_block, P: tl.constexpr, INITIAL: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """As `segment_chunk`, of a chunk with edges, token after token."""
     CHUNK: tl.constexpr = P.chunk_size
-    if BACKWARD:
-        i_chunk = i_batch * chunks + i_t // CHUNK
-        tl.store(kept_state_of(p_states, i_chunk, i_block, P), b_state.to(p_states.dtype.element_ty))
-        store_channels(p_sums, b_sum, i_chunk, i_block, P)
     for u in range(CHUNK):
         i_mark = tl.load(p_chunk + u)
-        b_state, b_decay, _, b_dt, _ = step(
+        b_state, b_decay, _, _, b_dt = step(
             b_state, p_x, p_B, p_dt, b_A, p_initial, p_chunk, u, i_token, o_i, o_n, rows, i_block, P, INITIAL
         )
         b_sum = tl.where((i_mark & RESET) != 0, 0.0, b_sum) + b_dt
@@ -103,6 +108,13 @@ def segment_edges(
             if P.packed and m_reached & ((i_mark & LAST) != 0):
                 b_head += b_product * load_state(p_d_final, i_mark >> BITS, i_block, P)
     return b_state, b_sum, b_product, b_head
+
+
+@triton.jit
+def tokens_of(length, segments, P: tl.constexpr):
+    """Tokens of all members."""
+    BLOCKS: tl.constexpr = (P.channels + P.block_i - 1) // P.block_i
+    return (tl.num_programs(0) // BLOCKS // segments).to(tl.int64) * length
 
 
 @triton.jit
@@ -121,16 +133,19 @@ def segment_kernel(
     p_ends,
     p_totals,
     p_heads,
-    p_states,
     p_sums,
+    p_d_x,
+    p_d_dt,
+    p_rest,
+    p_d_A,
     P: tl.constexpr,
     INITIAL: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
     """Of each segment, from a state of zeros: the state after it, and the sum of dt, which is its decay.
 
-    BACKWARD: also the gradient of the state before it, from this segment's outputs alone; and of each chunk the state before it
-    and the sum of dt up to it.
+    BACKWARD: also the gradient of the state before it, from this segment's outputs alone; and of each chunk the sum of dt up to it
+    and the state before it, which arrays hold that `gradient_kernel` will fill with gradients.
 
     After a reset, states and sums are as they were from it on, and nothing is added to the gradient of the state before.
     """
@@ -146,27 +161,29 @@ def segment_kernel(
     b_head = tl.zeros([BLOCK_I, BLOCK_N], tl.float32)
     b_product = tl.full([BLOCK_I, BLOCK_N], 1.0, tl.float32)
     b_sum = tl.zeros([BLOCK_I], tl.float32)
-    begin = i_segment * P.segment_size
+    begin, i_index = i_segment * P.segment_size, i_batch * segments + i_segment
     for i_t in range(begin, tl.minimum(begin + P.segment_size, length), CHUNK):
         rows = length - i_t
         i_token = i_member + i_t
+        if BACKWARD:
+            tokens = tokens_of(length, segments, P)
+            hold_state(p_d_x, p_d_dt, p_rest, p_d_A, b_state, i_token, rows, tokens, i_index, i_block, P)
+            store_channels(p_sums, b_sum, i_batch * chunks + i_t // CHUNK, i_block, P)
         m_edges, m_reached, p_chunk = False, True, p_marks
         if P.cut:
             m_edges, m_reached, p_chunk = marks_of(p_marks, i_batch * chunks + i_t // CHUNK, P)
         if P.cut and m_edges:
             b_state, b_sum, b_product, b_head = segment_edges(
-                b_state, b_sum, b_product, b_head, p_x, p_B, p_C, p_dt, p_d_out, p_states, p_sums, b_A, p_initial, p_d_final,
-                m_reached, p_chunk, i_batch, i_t, i_token, chunks, o_i, o_n, rows, i_block, P, INITIAL, BACKWARD,
+                b_state, b_sum, b_product, b_head, p_x, p_B, p_C, p_dt, p_d_out, b_A, p_initial, p_d_final, m_reached, p_chunk,
+                i_token, o_i, o_n, rows, i_block, P, INITIAL, BACKWARD,
             )  # fmt: skip
         else:
             b_before = b_head
             b_state, b_sum, b_product, b_head = segment_chunk(
-                b_state, b_sum, b_product, b_head, p_x, p_B, p_C, p_dt, p_d_out, p_states, p_sums, b_A,
-                i_batch, i_t, i_token, chunks, o_i, o_n, rows, i_block, P, BACKWARD,
+                b_state, b_sum, b_product, b_head, p_x, p_B, p_C, p_dt, p_d_out, b_A, i_token, o_i, o_n, rows, P, BACKWARD,
             )  # fmt: skip
             if P.cut and BACKWARD:
                 b_head = tl.where(m_reached, b_head, b_before)
-    i_index = i_batch * segments + i_segment
     store_state(p_ends, b_state, i_index, i_block, P)
     store_channels(p_totals, b_sum, i_index, i_block, P)
     if BACKWARD:
@@ -202,13 +219,10 @@ def scan_chunk(
 ):  # fmt: skip
     """Stores the outputs of a chunk without edges; the state after it."""
     CHUNK: tl.constexpr = P.chunk_size
-    b_x = rows_of(p_x + i_token * P.channels, o_i, rows, P.channels, P.block_i, P)
-    b_dt = rows_of(p_dt + i_token * P.channels, o_i, rows, P.channels, P.block_i, P)
-    b_B = rows_of(p_B + i_token * P.width, o_n, rows, P.width, P.block_n, P)
+    b_x, b_B, b_dt = inputs_of(p_x, p_B, p_dt, i_token, o_i, o_n, rows, P)
     b_C = rows_of(p_C + i_token * P.width, o_n, rows, P.width, P.block_n, P)
     for u in tl.static_range(CHUNK):
-        b_decay = tl.exp2(b_A * b_dt[u][:, None])
-        b_state = b_decay * b_state + (b_dt[u] * b_x[u])[:, None] * b_B[u][None, :]
+        b_state, _ = advance(b_state, b_A, b_x[u], b_B[u], b_dt[u])
         b_out = tl.sum(b_state * b_C[u][None, :], axis=1)
         if P.skip:
             b_out += b_D * b_x[u]

@@ -1,7 +1,7 @@
 """Device functions of the selective scan: tiles of states and numbers of channels. `P` is a `params.Params`.
 
-A program is one warp and holds the states `[block_i, block_n]` of its channels. Tokens past the end have dt = 0 and x = 0, which
-leaves a state as it is. Decays are powers of two.
+A program holds the states `[block_i, block_n]` of its channels, each channel in one warp. Tokens past the end have dt = 0 and
+x = 0, which leaves a state as it is. Decays are powers of two.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -10,6 +10,7 @@ leaves a state as it is. Decays are powers of two.
 import triton
 import triton.language as tl
 
+from ejkernel_triton._tokens import joined
 from ejkernel_triton.selective_scan import edges
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -50,15 +51,78 @@ def store_state(p, b_state, i_index, i_block, P: tl.constexpr):
 
 
 @triton.jit
-def kept_state_of(p, i_index, i_block, P: tl.constexpr):
-    """Pointers to a state that only these kernels see, block after block, in the order of threads.
+def held_of(p_d_x, p_d_dt, p_rest, i_token, tokens, i_block, P: tl.constexpr):
+    """Pointers to where the state before a chunk is held until the chunk's gradients are written, and which numbers exist.
 
-    Four numbers of a channel lie together: threads that held more of one would have more sums over channels to exchange.
+    It lies in arrays of which each has a number for every token and channel: those of the gradients of x and dt, which are empty
+    until then, and `rest`. An array holds chunk_size numbers of every channel's state. Squares of channels and numbers are
+    transposed, so that the numbers that a thread has of a channel lie together. tokens: of all members.
     """
-    BLOCKS: tl.constexpr = (P.channels + P.block_i - 1) // P.block_i
+    CHUNK: tl.constexpr = P.chunk_size
+    SQUARE: tl.constexpr = P.square
     o_i, o_n = tl.arange(0, P.block_i), tl.arange(0, P.block_n)
-    o_state = (o_n // 4 * P.block_i)[None, :] * 4 + o_i[:, None] * 4 + (o_n % 4)[None, :]
-    return p + (i_index.to(tl.int64) * BLOCKS + i_block) * P.kept + o_state
+    o_row = (o_n // SQUARE % (CHUNK // SQUARE) * SQUARE)[None, :] + (o_i % SQUARE)[:, None]
+    o_column = (o_n % SQUARE)[None, :] + (i_block * P.block_i + o_i // SQUARE * SQUARE)[:, None]
+    i_array = (o_n // CHUNK)[None, :]
+    p_held = p_rest + i_token * P.channels + o_row * P.channels + o_column
+    if P.rest > 0:
+        p_held += (i_array - P.x_holds - (P.dt_holds > 0)) * (tokens * P.channels)
+    if P.dt_holds > 0:
+        p_dt = p_d_dt.to(p_rest.dtype, bitcast=True) + i_token * (P.dt_holds * P.channels)
+        p_held = tl.where(i_array == P.x_holds, p_dt + o_row * (P.dt_holds * P.channels) + o_column, p_held)
+    if P.x_holds:
+        p_held = tl.where(i_array == 0, p_d_x + i_token * P.channels + o_row * P.channels + o_column, p_held)
+    return p_held, (i_block * P.block_i + o_i < P.channels)[:, None] & (o_n < P.width)[None, :]
+
+
+@triton.jit
+def hold_state(p_d_x, p_d_dt, p_rest, p_d_A, b_state, i_token, rows, tokens, i_index, i_block, P: tl.constexpr):
+    """Hold the state before the chunk that begins with i_token.
+
+    A chunk with fewer tokens than others, which is the last of a segment, leaves it where the segment's gradient of A will be.
+    """
+    if P.whole or rows >= P.chunk_size:
+        p_held, m_held = held_of(p_d_x, p_d_dt, p_rest, i_token, tokens, i_block, P)
+        b_held = b_state.to(p_rest.dtype.element_ty)
+        if P.channels % P.block_i == 0 and P.width == P.block_n:
+            tl.store(p_held, b_held)
+        else:
+            tl.store(p_held, b_held, mask=m_held)
+    else:
+        store_state(p_d_A, b_state, i_index, i_block, P)
+
+
+@triton.jit
+def held_state(p_d_x, p_d_dt, p_rest, p_d_A, i_token, rows, tokens, i_index, i_block, P: tl.constexpr):
+    """What `hold_state` held, in float32."""
+    if P.whole or rows >= P.chunk_size:
+        p_held, m_held = held_of(p_d_x, p_d_dt, p_rest, i_token, tokens, i_block, P)
+        if P.channels % P.block_i == 0 and P.width == P.block_n:
+            b_state = tl.load(p_held).to(tl.float32)
+        else:
+            b_state = tl.load(p_held, mask=m_held, other=0.0).to(tl.float32)
+    else:
+        b_state = load_state(p_d_A, i_index, i_block, P)
+    return b_state
+
+
+@triton.jit
+def sum_of_warps(b_tile, P: tl.constexpr):
+    """What each warp sums over its channels, `[num_warps * block_n]`."""
+    ROWS: tl.constexpr = P.warp_rows
+    WARPS: tl.constexpr = P.num_warps
+    BLOCK_N: tl.constexpr = P.block_n
+    b_tile = tl.reshape(b_tile, [P.block_i // (WARPS * ROWS), WARPS, ROWS, BLOCK_N])
+    return tl.reshape(tl.sum(tl.sum(b_tile, axis=0), axis=1), [WARPS * BLOCK_N])
+
+
+@triton.jit
+def sum_of_channels(b_sums, P: tl.constexpr):
+    """`[block_n, chunk_size]`, from every token's `sum_of_warps`."""
+    WARPS: tl.constexpr = P.num_warps
+    BLOCK_N: tl.constexpr = P.block_n
+    CHUNK: tl.constexpr = P.chunk_size
+    return tl.sum(tl.reshape(joined(b_sums, WARPS * BLOCK_N, P), [WARPS, BLOCK_N, CHUNK]), axis=0)
 
 
 @triton.jit
