@@ -139,6 +139,21 @@ def sum_tile_of(p, i_token, i_part, rows, PARTS: tl.constexpr, BLOCK_K: tl.const
 
 
 @triton.jit
+def state_and_decays(
+    p_states, p_hi, p_lo, p_gamma, i_batch, i_chunk, chunks, batch, i_head, i_block, rows, R: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, FULL_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk and a block of value channels of a head: the state, log decays, their `edge_decays`, and where gradients of the
+    logs are stored."""
+    b_state = load_state(p_states, i_batch * chunks + i_chunk, i_head, i_block * BLOCK_V, R, BLOCK_K, BLOCK_V)
+    o_sums = (i_batch.to(tl.int64) * R.heads + i_head) * (chunks * CHUNK) + i_chunk * CHUNK
+    b_hi, b_lo, hi, lo = scalar_logs(p_hi, p_lo, p_gamma, i_batch, i_head, o_sums, rows, CHUNK, FULL_CHUNKS, R)
+    b_read, b_update = edge_decays(b_hi, b_lo, hi, lo, R)
+    o_log = o_sums + (i_block * batch).to(tl.int64) * R.heads * chunks * CHUNK
+    return b_state, b_hi, b_read, b_update, o_log + tl.arange(0, CHUNK)
+
+
+@triton.jit
 def query_gradients_kernel(
     p_query,
     p_d_out,
@@ -172,13 +187,13 @@ def query_gradients_kernel(
         i_head, i_block = (i_part * MEMBERS + i_member) // BLOCKS, (i_part * MEMBERS + i_member) % BLOCKS
         i_column = i_block * BLOCK_V
         b_d_out = load_tile(p_d_out, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
-        b_before = load_state(p_before, i_batch * chunks + i_chunk, i_head, i_column, R, BLOCK_K, BLOCK_V)
-        o_sums = (i_batch.to(tl.int64) * R.heads + i_head) * (chunks * CHUNK) + i_chunk * CHUNK
-        b_hi, b_lo, hi, lo = scalar_logs(p_hi, p_lo, p_gamma, i_batch, i_head, o_sums, rows, CHUNK, FULL_CHUNKS, R)
-        b_read = edge_decays(b_hi, b_lo, hi, lo, R)[0] * R.scale
+        b_before, _, b_read, _, o_log = state_and_decays(
+            p_before, p_hi, p_lo, p_gamma, i_batch, i_chunk, chunks, batch, i_head, i_block, rows, R, CHUNK, BLOCK_K, BLOCK_V,
+            FULL_CHUNKS,
+        )  # fmt: skip
+        b_read *= R.scale
         b_log = tl.sum(tl.dot(b_query, b_before) * b_d_out, axis=1) * b_read
-        o_log = o_sums + (i_block * batch).to(tl.int64) * R.heads * chunks * CHUNK
-        tl.store(p_log + o_log + tl.arange(0, CHUNK), b_log)
+        tl.store(p_log + o_log, b_log)
         b_d_query = tl.dot((b_d_out * b_read[:, None]).to(b_d_out.dtype), tl.trans(b_before), b_d_query)
     p_sum, m_sum = sum_tile_of(p_d_query, i_token, i_part, rows, PARTS, BLOCK_K, CHUNK, R)
     tl.store(p_sum, b_d_query, mask=m_sum)
@@ -229,10 +244,10 @@ def key_gradients_kernel(
         i_column = i_block * BLOCK_V
         b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
         b_d_out = load_tile(p_d_out, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
-        b_after = load_state(p_after, i_batch * chunks + i_chunk, i_head, i_column, R, BLOCK_K, BLOCK_V)
-        o_sums = (i_batch.to(tl.int64) * R.heads + i_head) * (chunks * CHUNK) + i_chunk * CHUNK
-        b_hi, b_lo, hi, lo = scalar_logs(p_hi, p_lo, p_gamma, i_batch, i_head, o_sums, rows, CHUNK, FULL_CHUNKS, R)
-        b_update = edge_decays(b_hi, b_lo, hi, lo, R)[1]
+        b_after, b_hi, _, b_update, o_log = state_and_decays(
+            p_after, p_hi, p_lo, p_gamma, i_batch, i_chunk, chunks, batch, i_head, i_block, rows, R, CHUNK, BLOCK_K, BLOCK_V,
+            FULL_CHUNKS,
+        )  # fmt: skip
         b_d_key = tl.dot((b_value * b_update[:, None]).to(b_value.dtype), tl.trans(b_after), b_d_key)
         b_decay = tl.where(m_seen, tl.exp2(b_hi[None, :] - b_hi[:, None]), 0.0)
 
@@ -244,8 +259,7 @@ def key_gradients_kernel(
         b_weighted = (b_pairs * b_decay).to(b_d_out.dtype)
         b_d_value = tl.dot(b_key, b_after) * b_update[:, None]
         b_log -= tl.sum(b_d_value * b_value, axis=1)
-        o_log = o_sums + (i_block * batch).to(tl.int64) * R.heads * chunks * CHUNK
-        tl.store(p_log + o_log + o_row, b_log)
+        tl.store(p_log + o_log, b_log)
         b_d_value = tl.dot(b_weighted, b_d_out, b_d_value)
         store_tile(p_d_value, b_d_value, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
 
