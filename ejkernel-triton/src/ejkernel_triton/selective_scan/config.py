@@ -59,12 +59,13 @@ def forward_heuristic(call: SelectiveScanCall, target: Target) -> Config:
 
 def backward_heuristic(call: SelectiveScanCall, target: Target) -> Config:
     """On an H100, as above: 1.40 ms with segments of 2048 tokens, 1.43 of 512; with chunks of 4 tokens 1.49, with twice the
-    channels 2.6, as states leave registers. For 10.0 Triton 3.6 keeps fewer tokens in registers."""
-    return _config(call, target, _backward_chunk(target), 8, 1, _RESIDENT, balanced_segment_size)
+    channels 2.6, as states leave registers. For 10.0 Triton 3.6 keeps fewer tokens in registers.
 
-
-def _backward_chunk(target: Target) -> int:
-    return 4 if target.capability is not None and target.capability >= (10, 0) else 8
+    Not timed: several warps, which for states of more than 16 numbers keep blocks of 16 channels, and partial sums as few.
+    """
+    chunk = 4 if target.capability is not None and target.capability >= (10, 0) else 8
+    warps = min(max(next_power_of_2(call.A.shape[2]) // 16, 1), 8)
+    return _config(call, target, chunk, 8, warps, _RESIDENT, balanced_segment_size)
 
 
 def forward_space(call: SelectiveScanCall, target: Target) -> list[Config]:
