@@ -103,6 +103,14 @@ def test_lists_are_walked(interpreted, blocks, full):
     check(call, inputs, cotangents, ForwardConfig(*blocks, 1, 1), BackwardConfig(*blocks, 1, 1, *blocks, 1, 1))
 
 
+@pytest.mark.parametrize("key_tiles", [LISTS, np.stack([LISTS, LISTS[::-1], LISTS, LISTS], 1)], ids=["shared", "by-head"])
+def test_lists_are_walked_in_splits(interpreted, key_tiles):
+    """Two of the heads, and of a head's list of queries two or more."""
+    arrays = listed_arrays(key_tiles=key_tiles)
+    backward = BackwardConfig(16, 16, 1, 1, 16, 16, 1, 1, key_splits=8)
+    check(*bind(arrays, **BLOCKS), ForwardConfig(16, 16, 1, 1), backward)
+
+
 @pytest.mark.parametrize("more", [{"causal": True}, {"sliding_window": (40, 3)}, {"logits_soft_cap": 3.0}])
 def test_lists_under_masks(interpreted, more):
     check(*bind(listed_arrays(), **BLOCKS, **more))

@@ -164,6 +164,39 @@ def test_blocks_do_not_change_the_numbers(monkeypatch, block_q, block_k, overlap
     check(call, inputs, forward, config.BackwardConfig(block_k, block_q, 4, 1, block_q, block_k, 4, 1, separate_dk_dv=overlap))
 
 
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("splits", [2, 4, 16])
+@pytest.mark.parametrize("name", ["gqa-causal-tail", "prefix-window", "positions", "nan-in-masked-places", "dropout-causal"])
+def test_splits_of_the_key_gradient_do_not_change_the_numbers(monkeypatch, name, splits, separate):
+    """Of heads, then of queries, some of which are left without any."""
+    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
+    monkeypatch.setattr(mask_params, "MAX_SPLIT_WIDTH", 0)
+    case = NAMED[name]
+    call, inputs = canonical(case.arrays(np.random.default_rng(0)), case.options)
+    check(call, inputs, backward=dataclasses.replace(BACKWARD, key_splits=splits, separate_dk_dv=separate))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "options", "splits"),
+    [
+        (8192, 128, (64, 4), {}, 32),
+        (32768, 512, (64, 4), {}, 8),
+        (8192, 128, (4, 4), {}, 16),
+        (8192, 128, (4, 4), {"sliding_window": (1023, 0)}, 2),
+        (512, 128, (4, 4), {}, 1),
+        (8192, 8192, (64, 4), {}, 1),
+        (8192, 0, (64, 4), {}, 1),
+    ],
+)
+def test_the_key_gradient_of_few_keys_is_split(queries, keys, heads, options, splits):
+    shapes = {"query": (1, queries, heads[0], 128), "key": (1, keys, heads[1], 128), "value": (1, keys, heads[1], 128)}
+    arrays = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
+    call = OPERATION.canonicalise(**arrays, **options).call
+    found = config.backward_space(call, H200)
+    assert found[0].key_splits == splits
+    assert {each.key_splits for each in found} >= ({splits // 2, splits * 2} if splits > 1 else {1})
+
+
 def test_whole_tiles_see_what_is_not_finite(monkeypatch):
     """NaN reaches every query that sees it, in tiles without masks too, and no other."""
     monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)

@@ -32,6 +32,7 @@ from ejkernel_triton.flash_attention.tiles import (
     propagate_nan,
     query_range,
     score_row_stride,
+    split_of_range,
     split_operand,
     statistics_pointer,
     store_rows,
@@ -188,9 +189,16 @@ def key_gradient_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     WANTED: tl.constexpr,
+    HEAD_SPLITS: tl.constexpr,
+    QUERY_SPLITS: tl.constexpr,
 ):
+    """With splits, `[splits, b, s, k, d]` partial gradients: each of the programs of a block of keys takes a range of the
+    queries of some of the heads."""
     KEY_HEADS: tl.constexpr = R.heads // R.group
-    i_block, i_batch_head = tile_coordinate(blocks, batch_heads, heads_in_l2, False)
+    SPLITS: tl.constexpr = HEAD_SPLITS * QUERY_SPLITS
+    i_block, i_batch_head = tile_coordinate(blocks * SPLITS, batch_heads, heads_in_l2, False)
+    i_split = i_block % SPLITS
+    i_block = i_block // SPLITS
     i_batch = i_batch_head // KEY_HEADS
     i_key_head = i_batch_head - i_batch * KEY_HEADS
     i_first = i_block * BLOCK_K
@@ -209,29 +217,22 @@ def key_gradient_kernel(
         last = tl.minimum(i_first + BLOCK_K, keys) - 1
         low, full_low, full_high, high = query_range(i_first, last, queries, BLOCK_Q, R)
 
-    state = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_V], tl.float32))
-    for i_member in range(R.group):
-        if R.list_heads > 1:
-            i_head = i_key_head * R.group + i_member
-            low, full_low, full_high, high, p_list = load_range(p_ranges, i_batch, i_head, blocks, i_block, queries, R)
-        state = add_query_head(
-            state, i_batch, i_key_head * R.group + i_member, low, full_low, full_high, high, key, value, p_query, p_d_out,
-            p_neg_lse, p_neg_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions,
-            p_list, p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, False, WANTED,
-        )  # fmt: skip
+    state = add_group(
+        i_batch, i_key_head, i_block, blocks, i_split, low, full_low, full_high, high, key, value, p_query, p_d_out, p_neg_lse,
+        p_neg_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, p_ranges,
+        p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, False, WANTED, HEAD_SPLITS, QUERY_SPLITS,
+    )  # fmt: skip
     if R.nan_safe:
         if any_nan(state[0]) | any_nan(state[1]):
-            state = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_V], tl.float32))
-            for i_member in range(R.group):
-                if R.list_heads > 1:
-                    i_head = i_key_head * R.group + i_member
-                    low, full_low, full_high, high, p_list = load_range(p_ranges, i_batch, i_head, blocks, i_block, queries, R)
-                state = add_query_head(
-                    state, i_batch, i_key_head * R.group + i_member, low, full_low, full_high, high, key, value, p_query,
-                    p_d_out, p_neg_lse, p_neg_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions,
-                    p_key_positions, p_list, p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, True, WANTED,
-                )  # fmt: skip
+            state = add_group(
+                i_batch, i_key_head, i_block, blocks, i_split, low, full_low, full_high, high, key, value, p_query, p_d_out,
+                p_neg_lse, p_neg_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions,
+                p_list, p_ranges, p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, True, WANTED,
+                HEAD_SPLITS, QUERY_SPLITS,
+            )  # fmt: skip
 
+    if HEAD_SPLITS * QUERY_SPLITS > 1:
+        o_row += i_split.to(tl.int64) * batch_heads * keys
     b_d_key, b_d_value = state
     if WANTED != "value":
         b_d_key *= R.scale
@@ -241,6 +242,40 @@ def key_gradient_kernel(
             b_d_value *= R.keep_scale
         p_d_value += o_row * R.value_size
         store_rows(p_d_value, b_d_value, o_block, keys - i_first, KEY_HEADS * R.value_size, R.value_size, BLOCK_V)
+
+
+@triton.jit
+def add_group(
+    i_batch, i_key_head, i_block, blocks, i_split, low, full_low, full_high, high, key, value, p_query, p_d_out, p_neg_lse,
+    p_neg_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, p_ranges,
+    p_streams, o_key, queries, keys, R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, NAN_SAFE: tl.constexpr, WANTED: tl.constexpr, HEAD_SPLITS: tl.constexpr, QUERY_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """`(d_key, d_value)` of the query heads of the group, or of this program's split of them."""
+    MEMBERS: tl.constexpr = R.group // HEAD_SPLITS
+    i_first_head = i_key_head * R.group
+    if HEAD_SPLITS > 1:
+        i_first_head += i_split % HEAD_SPLITS * MEMBERS
+    if QUERY_SPLITS > 1:
+        if R.list_heads == 1:
+            low, full_low, full_high, high = split_of_range(
+                low, full_low, full_high, high, i_split // HEAD_SPLITS, QUERY_SPLITS, BLOCK_Q
+            )
+    state = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_V], tl.float32))
+    for i_member in range(MEMBERS):
+        i_head = i_first_head + i_member
+        if R.list_heads > 1:
+            low, full_low, full_high, high, p_list = load_range(p_ranges, i_batch, i_head, blocks, i_block, queries, R)
+            if QUERY_SPLITS > 1:
+                low, full_low, full_high, high = split_of_range(
+                    low, full_low, full_high, high, i_split // HEAD_SPLITS, QUERY_SPLITS, BLOCK_Q
+                )
+        state = add_query_head(
+            state, i_batch, i_head, low, full_low, full_high, high, key, value, p_query, p_d_out, p_neg_lse, p_neg_delta,
+            p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, p_streams, o_key,
+            queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, NAN_SAFE, WANTED,
+        )  # fmt: skip
+    return state
 
 
 @triton.jit

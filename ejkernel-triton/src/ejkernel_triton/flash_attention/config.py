@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.targets.nvidia import HOPPER_MULTIPROCESSORS
 from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_triton._blocks import dot_block
-from ejkernel_triton._capability import shared_memory_limit
+from ejkernel_triton._capability import multiprocessors, shared_memory_limit
 from ejkernel_triton.flash_attention.mask_params import dot_mode
 
+_LEAST_TILES = 8
+"""Tiles of queries of a program of the dK/dV kernel, below which it is not split: sums of partial results cost a launch."""
 _NARROW = 256
 """Window size up to which a block visits few tiles; a short pipeline starts faster."""
 
@@ -44,6 +47,8 @@ class BackwardConfig:
     separate_dk_dv: whether dK and dV are computed by one launch each.
     query_*: of the dQ kernel, which owns `query_block_q` queries and loops over tiles of `query_block_k` keys.
     bias_*: of the dBias kernel, which owns a tile of the bias gradient.
+    key_splits: programs of a block of keys, of which each writes float32 partial sums of dK and dV over some of the query heads
+        and queries; they are summed in order. A power of two.
     """
 
     key_block_q: int
@@ -58,6 +63,7 @@ class BackwardConfig:
     bias_block_q: int = 16
     bias_block_k: int = 16
     bias_num_warps: int = 4
+    key_splits: int = 1
 
 
 Tile = tuple[int, int, int, int]
@@ -121,6 +127,10 @@ class _Model:
         # On Blackwell, the tensor memory that Triton allocates for more bf16x6 rows does not fit.
         self.max_rows = 32 if self.split and generation > 9 else 2**31
         self.queries, self.keys = call.query.shape[1], call.key.shape[1]
+        self.key_heads = call.key.shape[0] * call.key.shape[2]
+        self.group = call.query.shape[2] // call.key.shape[2]
+        self.seen = self.queries if call.window_width is None else min(self.queries, call.window_width)
+        self.multiprocessors = multiprocessors(target) or HOPPER_MULTIPROCESSORS
         by_pair = (spec for spec in (call.bias, call.mask) if spec is not None and min(spec.shape[2:]) > 1)
         self.score_bytes = sum({"bool": 1, "float32": 4}.get(spec.dtype, 2) for spec in by_pair)
         self.width = max(self.size, self.value_size)
@@ -218,6 +228,15 @@ class _Model:
             return (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2)
         return ((64, 64, 4, 3),) if self.width <= 64 else ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2))
 
+    def key_splits(self, config: BackwardConfig) -> int:
+        """As many as give every multiprocessor two programs, where blocks of keys leave half of them without one."""
+        programs = self.key_heads * -(-self.keys // config.key_block_k)
+        tiles = self.group * -(-self.seen // config.key_block_q)
+        if not 0 < 2 * programs <= self.multiprocessors:
+            return 1
+        most = min(2 * self.multiprocessors // programs, tiles // _LEAST_TILES)
+        return 1 << (max(most, 1).bit_length() - 1)
+
     def bias_choices(self) -> tuple[tuple[int, int, int], ...]:
         """Queries and keys of a tile, and warps: for each GPU generation the largest tiles that do not spill."""
         smallest = ((16, 16, 4),)
@@ -270,7 +289,8 @@ def backward_heuristic(call: FlashAttentionCall, target: Target) -> BackwardConf
     fits = model.separate_fits if model.separate else model.key_fits
     own, other, warps, stages = _first(model.key_choices(), fits, model.keys, model.queries)
     by_query = _first(model.query_choices(), model.query_fits, model.queries, model.keys)
-    return BackwardConfig(other, own, warps, stages, *by_query, model.separate, *model.bias_choices()[0])
+    found = BackwardConfig(other, own, warps, stages, *by_query, model.separate, *model.bias_choices()[0])
+    return dataclasses.replace(found, key_splits=model.key_splits(found))
 
 
 def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardConfig]:
@@ -284,7 +304,10 @@ def backward_space(call: FlashAttentionCall, target: Target) -> list[BackwardCon
     for separate, tiles in ((False, together), (True, separate_tiles)):
         for own, other, warps, stages in tiles:
             blocks = {"key_block_q": other, "key_block_k": own, "key_num_warps": warps, "key_num_stages": stages}
-            found.append(dataclasses.replace(best, **blocks, separate_dk_dv=separate))
+            tiled = dataclasses.replace(best, **blocks, separate_dk_dv=separate)
+            found.append(dataclasses.replace(tiled, key_splits=model.key_splits(tiled)))
+    if best.key_splits > 1:
+        found += [dataclasses.replace(best, key_splits=splits) for splits in (best.key_splits // 2, best.key_splits * 2)]
     for own, other, warps, stages in _fitting(model.tiles(_QUERY, _SPLIT_QUERY), model.query_fits, *by_query):
         blocks = {"query_block_q": own, "query_block_k": other, "query_num_warps": warps, "query_num_stages": stages}
         found.append(dataclasses.replace(best, **blocks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -249,19 +250,29 @@ def _by_key(
     mask_params, stored = visited
     blocks = _cdiv(key.shape[1], config.key_block_k)
     batch_heads = key.shape[0] * key.shape[2]
-    return call_kernel(
+    head_splits = math.gcd(config.key_splits, mask_params.group)
+    shapes = ((1,) if wanted == "value" else key.shape, (1,) if wanted == "key" else value.shape)
+    outputs = list(zip(shapes, (key.dtype, value.dtype), strict=True))
+    if config.key_splits > 1:
+        outputs = [((config.key_splits, *shape), jnp.float32) for shape in shapes]
+    found = call_kernel(
         key_gradient_kernel,
         (
             *(*_gradient_inputs(inputs, mask_params), stored, *rows),
             *(query.shape[1], key.shape[1], blocks, batch_heads, _heads_in_l2(call)),
         ),
-        (((1,) if wanted == "value" else key.shape, key.dtype), ((1,) if wanted == "key" else value.shape, value.dtype)),
-        grid=blocks * batch_heads,
+        outputs,
+        grid=blocks * batch_heads * config.key_splits,
         num_warps=config.key_num_warps,
         num_stages=config.key_num_stages,
         WANTED=wanted,
+        HEAD_SPLITS=head_splits,
+        QUERY_SPLITS=config.key_splits // head_splits,
         **_blocks(call, mask_params, config.key_block_q, config.key_block_k),
     )
+    if config.key_splits > 1:
+        return [jnp.sum(partial, axis=0).astype(x.dtype) for partial, x in zip(found, (key, value), strict=True)]
+    return found
 
 
 def _query_gradient(

@@ -214,6 +214,15 @@ def round_to_blocks(low, full_low, full_high, high, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def split_of_range(low, full_low, full_high, high, i_split, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """The i-th of SPLITS parts of a tile range, in multiples of BLOCK; the last ones may be empty."""
+    size = tl.cdiv(tl.cdiv(high - low, SPLITS), BLOCK) * BLOCK
+    low = tl.minimum(low + i_split * size, high)
+    high = tl.minimum(low + size, high)
+    return low, tl.minimum(tl.maximum(full_low, low), high), tl.minimum(tl.maximum(full_high, low), high), high
+
+
+@triton.jit
 def load_range(p_ranges, i_batch, i_head, blocks, i_block, length, R: tl.constexpr):
     """Load a tile range that was computed from arrays before the launch, and the pointer to the list of blocks behind it.
 
