@@ -147,6 +147,48 @@ def test_several_chunks(interpreted, decay, bounds, reverse):
     check(*bound_of(maker, {"use_qk_l2norm": True, "return_state": True, "reverse": reverse}), CHUNKS)
 
 
+def split_in(segments, choices=CHUNKS):
+    return tuple(dataclasses.replace(choice, segments=segments) for choice in choices)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 7])
+@pytest.mark.parametrize(("decay", "state", "strength"), [
+    ("", False, 0.0), ("head", True, 0.03), ("head", False, 3.0), ("channel", True, 0.03), ("channel", False, 3.0),
+])  # fmt: skip
+def test_segments_of_a_sequence(interpreted, segments, decay, state, strength):
+    """Six chunks, the last with a tail."""
+    call, inputs = bound_of(
+        arrays(1, 87, 2, 20, 24, key_heads=1, decay=decay, state=state), {"use_qk_l2norm": True, "return_state": state}
+    )
+    if decay:
+        inputs = inputs._replace(decay=inputs.decay * strength)
+    check(call, inputs, split_in(segments), (3e-6, 2e-5))
+
+
+@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.parametrize("split", [{"bounds": (0, 3, 70, 70, 103)}, {"ids": (*[0] * 20, *[1] * 60, *[-1] * 5, *[2] * 25)}])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_segments_of_packed_sequences(interpreted, decay, split, reverse):
+    """Sequences of one chunk and of several, an empty one, and documents that end within segments."""
+    maker = arrays(1, 110, 2, 20, 24, key_heads=1, decay=decay, state=True, **split)
+    check(*bound_of(maker, {"use_qk_l2norm": True, "return_state": True, "reverse": reverse}), split_in(3))
+
+
+@pytest.mark.parametrize(("width", "channels"), [(64, 64), (96, 40), (256, 32)])
+def test_segments_of_wide_heads(interpreted, width, channels):
+    call, inputs = bound_of(arrays(1, 130, 1, width, channels, state=True), {"use_qk_l2norm": True, "return_state": True})
+    check(call, inputs, split_in(3, WHOLE_ROWS), (3e-6, 2e-5))
+
+
+def test_transitions_that_vanish_are_not_walked_to_the_end(interpreted, monkeypatch):
+    """They are 0 after 20 of 40 chunks; a NaN after that is in the state all the same."""
+    call, inputs = bound_of(arrays(1, 16 * 120, 1, 16, 16, decay="head"), {"use_qk_l2norm": True})
+    inputs = inputs._replace(decay=jnp.full_like(inputs.decay, -0.5))
+    check(call, inputs, split_in(3), (3e-6, 2e-5))
+    found = kernel.forward(call, inputs._replace(value=inputs.value.at[0, 16 * 35].set(jnp.nan)), split_in(3)[0])
+    np.testing.assert_array_equal(np.isnan(found.out[0, :, 0, 0]), np.arange(16 * 120) >= 16 * 35)
+
+
 @pytest.mark.parametrize(("decay", "dtype", "limits"), [
     ("head", "bfloat16", (8e-3, 1.6e-2)), ("channel", "bfloat16", (8e-3, 1.6e-2)),
     ("head", "float16", (1e-3, 2.5e-3)), ("channel", "float16", (1e-3, 2.5e-3)),

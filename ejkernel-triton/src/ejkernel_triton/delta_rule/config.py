@@ -1,4 +1,4 @@
-"""How `delta_rule` is cut: chunks of tokens and channels of value, with warps and pipeline depth."""
+"""How `delta_rule` is cut: chunks of tokens, segments of chunks and channels of value, with warps and pipeline depth."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def _check_tile(name: str, size: int) -> None:
         raise ValueError(f"{name}: got {size}, expected a power of two from {MIN_DOT_SIZE} on")
 
 
+def _check_segments(segments: int, chunk_size: int) -> None:
+    if segments < 1 or (segments > 1 and not chunk_size):
+        raise ValueError(f"segments: got {segments}, expected 1 or, with a chunk_size, more")
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Forward.
@@ -25,14 +30,18 @@ class Config:
         block_v: value channels of one program's state, a power of two.
         num_warps: warps per program that holds a state.
         num_stages: pipeline stages of the loop over chunks.
+        segments: parts of each sequence whose states are scanned in parallel, from states that another scan finds first. The general
+            form runs as with 1.
     """
 
     chunk_size: int
     block_v: int
     num_warps: int
     num_stages: int
+    segments: int = 1
 
     def __post_init__(self) -> None:
+        _check_segments(self.segments, self.chunk_size)
         if self.chunk_size:
             _check_tile("chunk_size", self.chunk_size)
             _check_tile("block_v", self.block_v)
@@ -50,6 +59,7 @@ class GradientConfig:
         gradient_block_k: key channels of a program of the gradient kernel, a power of two.
         gradient_block_v: value channels that it loads at a time, a power of two.
         gradient_num_warps: its warps.
+        segments: as forward, for states and their gradients.
     """
 
     chunk_size: int
@@ -59,8 +69,10 @@ class GradientConfig:
     gradient_block_k: int
     gradient_block_v: int
     gradient_num_warps: int
+    segments: int = 1
 
     def __post_init__(self) -> None:
+        _check_segments(self.segments, self.chunk_size)
         for name in ("chunk_size", "block_v", "gradient_block_k", "gradient_block_v"):
             _check_tile(name, getattr(self, name))
 

@@ -1,8 +1,9 @@
 """The launches of `delta_rule`.
 
 Forward: `prepare` makes what chunks do to themselves, the walk carries the state through them. Backward makes both again, keeping
-the states before chunks; a walk back makes the gradients of states and of values, and the rest is made of all chunks at once. A few
-tokens, and the general form, are walked token after token.
+the states before chunks; a walk back makes the gradients of states and of values, and the rest is made of all chunks at once. Where
+there are few heads, `segment_scan` first finds the states between segments of each sequence, which are then walked in parallel. A
+few tokens, and the general form, are walked token after token.
 
 The chunked form is that of Yang et al., Parallelizing Linear Transformers with the Delta Params over Sequence Length, 2024, and of
 Gated Delta Networks, 2025.
@@ -25,12 +26,16 @@ from ejkernel_triton.delta_rule.gradients import gradient_kernel
 from ejkernel_triton.delta_rule.prepare import prepare_channels_kernel, prepare_kernel
 from ejkernel_triton.delta_rule.problem import TOKENS, Problem, where, without_segments
 from ejkernel_triton.delta_rule.recurrent import recurrent_kernel
+from ejkernel_triton.delta_rule.segment_scan import carry_kernel, segment_scan_kernel
 from ejkernel_triton.delta_rule.state_scan import state_scan_backward_kernel, state_scan_kernel
 from ejkernel_triton.delta_rule.tiles import ROWS
 
 _PREPARED_WIDTH = 64
 """Channels of key that `prepare` loads at a time; half as many in float32, and under decays per channel, on an H100 0.40 ms in
 place of 0.48."""
+
+_CARRIED_BLOCK, _CARRIED_ELEMENTS = 16, 8192
+"""Channels of value of a program that carries states between segments, and elements of a transition that it holds."""
 
 _REPAIR_BLOCK = 32
 """Channels of value that a program holds which repairs outputs."""
@@ -81,16 +86,73 @@ class _Chunked(Problem):
         inverse, scores, first, second, third, totals, rows = results
         return _Prepared(first, second, third, inverse, scores, rows, totals)
 
-    def walk(self, made: _Prepared, config: Config | GradientConfig, *, out: bool, keep: bool, final: bool) -> list[Any]:
-        """Outputs `[b, t, H, v]`, deltas of the same shape, states before chunks `[b, chunks, H, d, v]` and after sequences."""
-        inputs = self.inputs
+    def scan_launch(self, config: Config | GradientConfig) -> dict[str, Any]:
+        launch = super().scan_launch(config)
+        return {**launch, "grid": launch["grid"] * config.segments, "SEGMENTS": config.segments}
+
+    def segment_shape(self, config: Config | GradientConfig) -> tuple[int, ...]:
+        """Of a state of every segment of every sequence."""
+        return self.batch, self.call.sequences, config.segments, *self.state_shape
+
+    def states_before(self, made: _Prepared, config: Config | GradientConfig, *, to_last: bool = False) -> tuple[Any, Any]:
+        """States before segments `[b, n, segments, H, d, v]` and the transitions of segments `[b, n, segments, H, d, d]`.
+
+        to_last: whether the transition of the last segment is wanted.
+        """
+        initial = self.inputs.initial_state
+        if config.segments == 1:
+            return initial, None
+        launch, width, channels = self.scan_launch(config), self.call.query.shape[3], self.call.value.shape[3]
+        blocks = -(-channels // launch["BLOCK_V"]) + -(-width // launch["BLOCK_V"])
+        shape = self.segment_shape(config)
+        launch["grid"] = self.batch * self.call.sequences * config.segments * self.call.heads * blocks
+        local, transitions = call_kernel(
+            segment_scan_kernel,
+            (
+                *(made.read_key, made.write_key, self.inputs.value, made.inverse, made.rows, made.totals),
+                *(self.bounds, self.first, self.length, self.chunks, self.call.sequences),
+            ),
+            ((shape, jnp.float32), ((*shape[:-1], width), jnp.float32)),
+            FROM_FIRST=initial is not None,
+            TO_LAST=to_last,
+            **launch,
+        )
+        return self.carry(initial, local, transitions, back=False), transitions
+
+    def carry(self, given: Any, local: Any, transitions: Any, *, back: bool) -> Any:
+        """States before segments, from those that segments leave of zeros; with `back` the gradients of states after segments."""
+        width, channels = dot_block(self.call.query.shape[3]), self.call.value.shape[3]
+        (carried,) = call_kernel(
+            carry_kernel,
+            (*self.or_query(given), local, transitions),
+            ((local.shape, jnp.float32),),
+            grid=self.batch * self.call.sequences * self.call.heads * -(-channels // _CARRIED_BLOCK),
+            num_warps=4,
+            num_stages=1,
+            R=self.rule,
+            BLOCK_K=width,
+            BLOCK_V=_CARRIED_BLOCK,
+            ROWS=min(width, _CARRIED_ELEMENTS // width),
+            SEGMENTS=local.shape[2],
+            GIVEN=given is not None,
+            BACK=back,
+        )
+        return carried
+
+    def walk(
+        self, made: _Prepared, config: Config | GradientConfig, before: Any, *, out: bool, keep: bool, final: bool
+    ) -> list[Any]:
+        """Outputs `[b, t, H, v]`, deltas of the same shape, states before chunks `[b, chunks, H, d, v]` and after sequences.
+
+        before: states before segments, or None.
+        """
         tile = (*self.tokens, self.call.value.shape[3])
         states = (self.batch, self.chunks, *self.state_shape)
         return call_kernel(
             state_scan_kernel,
             (
-                *(made.read_query, made.read_key, made.write_key, inputs.value, *made[3:]),
-                *(*self.or_query(inputs.initial_state), self.bounds, self.first),
+                *(made.read_query, made.read_key, made.write_key, self.inputs.value, *made[3:]),
+                *(*self.or_query(before), self.bounds, self.first),
                 *(self.length, self.chunks, self.call.sequences),
             ),
             (
@@ -99,27 +161,36 @@ class _Chunked(Problem):
                 (states if keep else (1,), self.dtype),
                 (self.final_shape if final else (1,), jnp.float32),
             ),
-            INITIAL=inputs.initial_state is not None,
+            INITIAL=before is not None,
             OUT=out,
             KEEP=keep,
             FINAL=final,
             **self.scan_launch(config),
         )
 
-    def walk_back(self, made: _Prepared, config: GradientConfig, d_out: Any, d_final: Any) -> list[Any]:
-        """The gradients of values `[b, t, H, v]`, of states after chunks `[b, chunks, H, d, v]` and before sequences."""
+    def gradients_after(self, made: _Prepared, config: GradientConfig, d_out: Any, d_final: Any, transitions: Any) -> Any:
+        """The gradients of states after segments `[b, n, segments, H, d, v]`, or None."""
+        if config.segments == 1:
+            return d_final
+        *_, local = self.walk_back(made, config, d_out, None, keep=False)
+        return self.carry(d_final, local, transitions, back=True)
+
+    def walk_back(self, made: _Prepared, config: GradientConfig, d_out: Any, d_after: Any, *, keep: bool = True) -> list[Any]:
+        """The gradients of values `[b, t, H, v]`, of states after chunks `[b, chunks, H, d, v]` and before sequences, from those of
+        states after segments; without `keep` only those before segments, but the first."""
         return call_kernel(
             state_scan_backward_kernel,
             (
                 *(made.read_query, made.read_key, made.write_key, d_out, *made[3:]),
-                *(*self.or_query(d_final), self.bounds, self.first, self.length, self.chunks, self.call.sequences),
+                *(*self.or_query(d_after), self.bounds, self.first, self.length, self.chunks, self.call.sequences),
             ),
             (
-                ((*self.tokens, self.call.value.shape[3]), self.dtype),
-                ((self.batch, self.chunks, *self.state_shape), self.dtype),
-                (self.final_shape, jnp.float32),
+                ((*self.tokens, self.call.value.shape[3]) if keep else (1,), self.dtype),
+                ((self.batch, self.chunks, *self.state_shape) if keep else (1,), self.dtype),
+                (self.final_shape if keep else self.segment_shape(config), jnp.float32),
             ),
-            FINAL=d_final is not None,
+            KEEP=keep,
+            FINAL=d_after is not None,
             **self.scan_launch(config),
         )
 
@@ -179,7 +250,9 @@ def forward(call: DeltaRuleCall, inputs: DeltaRuleInputs, config: Config) -> Del
     if is_general(call):
         out, final = general.forward(call, inputs, config)
     else:
-        out, _, _, final = problem.walk(problem.prepare(), config, out=True, keep=False, final=call.return_state)
+        made = problem.prepare()
+        before, _ = problem.states_before(made, config)
+        out, _, _, final = problem.walk(made, config, before, out=True, keep=False, final=call.return_state)
     if problem.length > 1:
         out, _ = _step_by_step(problem, _REPAIR_BLOCK, 4, 1, found=out)
     return DeltaRuleOutputs(out, final if call.return_state else None)
@@ -233,8 +306,10 @@ def backward(
         call, inputs, part = without_segments(call, inputs)
     problem = _Chunked(call, inputs, config.chunk_size)
     made = problem.prepare()
-    _, delta, states, _ = problem.walk(made, config, out=False, keep=True, final=False)
-    d_value, d_states, d_initial = problem.walk_back(made, config, cotangents.out, d_final)
+    before, transitions = problem.states_before(made, config, to_last=d_final is not None)
+    _, delta, states, _ = problem.walk(made, config, before, out=False, keep=True, final=False)
+    d_after = problem.gradients_after(made, config, cotangents.out, d_final, transitions)
+    d_value, d_states, d_initial = problem.walk_back(made, config, cotangents.out, d_after)
     arrays = delta, cotangents.out, d_value, states, d_states
     d_query, d_key, d_beta, d_decay = problem.gradients(made, config, arrays)
     if problem.blocked_lengths(config):

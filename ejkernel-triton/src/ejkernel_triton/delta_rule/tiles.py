@@ -82,12 +82,20 @@ def product(b_left, b_right, R: tl.constexpr):
 
 
 @triton.jit
-def state_of(p, i_index, i_head, i_row, i_column, R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Pointers to a part `[BLOCK_K, BLOCK_V]` of the state of one head, and which of them exist."""
+def matrix_of(
+    p, i_index, i_head, i_row, i_column, COLUMNS: tl.constexpr, R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr
+):
+    """Pointers to a part `[BLOCK_K, BLOCK_V]` of a matrix `[width, COLUMNS]` of one head, and which of them exist."""
     o_row, o_column = i_row + tl.arange(0, BLOCK_K), i_column + tl.arange(0, BLOCK_V)
-    p_state = p + (i_index.to(tl.int64) * R.heads + i_head) * (R.width * R.channels)
-    m_state = (o_row < R.width)[:, None] & (o_column < R.channels)[None, :]
-    return p_state + o_row[:, None] * R.channels + o_column[None, :], m_state
+    p_matrix = p + (i_index.to(tl.int64) * R.heads + i_head) * (R.width * COLUMNS)
+    m_matrix = (o_row < R.width)[:, None] & (o_column < COLUMNS)[None, :]
+    return p_matrix + o_row[:, None] * COLUMNS + o_column[None, :], m_matrix
+
+
+@triton.jit
+def state_of(p, i_index, i_head, i_row, i_column, R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Pointers to a part of the state of one head, and which of them exist."""
+    return matrix_of(p, i_index, i_head, i_row, i_column, R.channels, R, BLOCK_K, BLOCK_V)
 
 
 @triton.jit
