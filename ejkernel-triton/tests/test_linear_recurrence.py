@@ -169,6 +169,11 @@ def test_stored_states(launched, monkeypatch, decays, options, reverse, members)
         assert ("query_gradients_kernel", most) in launched and ("key_gradients_kernel", most) in launched
     for name in ("value", "g"):  # the same numbers, whichever programs compute them
         np.testing.assert_array_equal(getattr(found[0], name), getattr(found[1], name))
+    of_segments = "segment_states_kernel", None
+    assert launched.count(of_segments) == 1, "forward alone"
+    monkeypatch.setattr(kernel, "_LEAST_CHUNKS", 2)
+    check(call, inputs, choice, (8e-3, 1.6e-2))
+    assert launched.count(of_segments) == 4, "few heads: states of segments come first"
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,12 @@ def chunk_states_kernel(
     FULL_CHUNKS: tl.constexpr,
     INITIAL: tl.constexpr,
     CARRIES: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):
     """The states before all chunks `[b, chunks, H, d, v]`, rounded, and after the last one. Backward in time, "before" means later.
 
-    One program computes BLOCK_K rows and BLOCK_V columns of one head's states. BLOCK_K divides the rows or holds all of them.
+    One program computes BLOCK_K rows and BLOCK_V columns of one head's states, in a segment of so many chunks (0: of all), before
+    which they are `p_initial` `[b, segments, H, d, v]`. BLOCK_K divides the rows or holds all of them.
     CARRIES: where R.back, after each so many chunks the state times its gradient `[b, carries, H, programs]`. Of the states,
     `p_others` has one of so many, `[b, carries, H, d, v]`, and `p_end` the last.
     """
@@ -54,21 +56,28 @@ def chunk_states_kernel(
     i_row = tl.program_id(0) % ROWS * BLOCK_K
     i_column = tl.program_id(0) // ROWS % BLOCKS * BLOCK_V
     i_head = tl.program_id(0) // (ROWS * BLOCKS) % R.heads
-    i_batch = tl.program_id(0) // (ROWS * BLOCKS * R.heads)
+    i_start = tl.program_id(0) // (ROWS * BLOCKS * R.heads)
+    i_batch = i_start
     chunks = tl.cdiv(length, CHUNK)
+    steps, i_begin = chunks, 0
+    if SEGMENT > 0:
+        segments = tl.cdiv(chunks, SEGMENT)
+        i_batch = i_start // segments
+        i_begin = i_start % segments * SEGMENT
+        steps = tl.minimum(chunks - i_begin, SEGMENT)
     i_first = i_batch.to(tl.int64) * length
     if R.reverse:
         i_first += length - 1
     o_sums = (i_batch.to(tl.int64) * R.heads + i_head) * (chunks * CHUNK)
     b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if INITIAL:
-        p_first, m_first = state_of(p_initial + i_row * R.channels, i_batch, i_head, i_column, R, BLOCK_K, BLOCK_V)
+        p_first, m_first = state_of(p_initial + i_row * R.channels, i_start, i_head, i_column, R, BLOCK_K, BLOCK_V)
         b_state = tl.load(p_first, mask=m_first, other=0.0).to(tl.float32)
-    for i_step in range(chunks):
+    for i_step in range(steps):
         if R.back:
-            i_chunk = chunks - 1 - i_step
+            i_chunk = i_begin + steps - 1 - i_step
         else:
-            i_chunk = i_step
+            i_chunk = i_begin + i_step
         i_position = i_chunk * CHUNK
         rows = length - i_position
         if R.reverse:
@@ -98,8 +107,10 @@ def chunk_states_kernel(
         b_weighted = (b_value * (b_update * R.update_scale)[:, None]).to(b_key.dtype)
         b_state *= tl.exp2(hi)
         b_state = tl.dot(tl.trans(b_key), b_weighted, b_state)
-    p_tile, m_tile = state_of(p_final + i_row * R.channels, i_batch, i_head, i_column, R, BLOCK_K, BLOCK_V)
-    tl.store(p_tile, b_state, mask=m_tile)
+    p_last, m_last = state_of(p_final + i_row * R.channels, i_batch, i_head, i_column, R, BLOCK_K, BLOCK_V)
+    if SEGMENT > 0:
+        m_last = m_last & ((i_begin == 0) if R.back else (i_begin + steps == chunks))
+    tl.store(p_last, b_state, mask=m_last)
 
 
 @triton.jit

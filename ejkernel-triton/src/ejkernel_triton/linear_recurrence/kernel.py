@@ -59,6 +59,8 @@ _SCAN_BLOCK = 1024
 """State elements of one program of the scan."""
 _CHUNK_STATE_ROWS = 64
 """State rows of one program where the states of all chunks are stored."""
+_LEAST_CHUNKS = 8
+"""Of a segment, whose states are computed once more."""
 _CARRY_CHUNKS = 4
 """Gradients of decays are then sums over as many chunks, which bounds their rounding errors."""
 
@@ -281,15 +283,16 @@ class _Problem:
         prepared: _Prepared,
         *,
         initial: Any,
+        segment: int,
         others: tuple[Any, Any] | None = None,
     ) -> list[Any]:
         """The states before all chunks `[b, chunks, H, d, v]` in the dtype of value and after the last `[b, 1, H, d, v]`; with
         `others`, the forward phase's of one of _CARRY_CHUNKS chunks and after the last, also what is carried between the segments
-        of gradients of decays."""
+        of gradients of decays.
+
+        segment: chunks of a program, with the states before segments `[b, segments, H, d, v]` as `initial`; 0 = all."""
         key, value = arrays
-        rows = params.width
-        block_k = _CHUNK_STATE_ROWS if rows % _CHUNK_STATE_ROWS == 0 else dot_block(rows)
-        programs = self.blocks(params) * -(-rows // block_k)
+        block_k, programs = self.chunk_state_programs(params)
         chunks = cut.size // self.config.chunk_size
         carries = (self.batch, -(-chunks // _CARRY_CHUNKS), self.heads, programs)
         tiles: dict[str, Any] = self.chunk_tiles(params) | {"BLOCK_K": block_k, "num_warps": 4}
@@ -305,11 +308,25 @@ class _Problem:
                 ((self.batch, 1, self.heads, *self.state_shape), jnp.float32),
                 ((1,) if others is None else carries, jnp.float32),
             ),
-            grid=self.batch * self.heads * programs,
+            grid=self.batch * self.heads * programs * (-(-chunks // segment) if segment else 1),
             INITIAL=initial is not None,
             CARRIES=0 if others is None else _CARRY_CHUNKS,
+            SEGMENT=segment,
             **tiles,
         )
+
+    def chunk_state_programs(self, params: RecurrenceParams) -> tuple[int, int]:
+        """State rows of one program where the states of all chunks are stored, and programs of one state."""
+        rows = params.width
+        block_k = _CHUNK_STATE_ROWS if rows % _CHUNK_STATE_ROWS == 0 else dot_block(rows)
+        return block_k, self.blocks(params) * -(-rows // block_k)
+
+    def chunks_at_once(self) -> int:
+        """Chunks of a segment where heads are too few to fill a large device, 0 where they are enough."""
+        programs = self.batch * self.heads * self.chunk_state_programs(self.params)[1]
+        chunks = -(-self.length // self.config.chunk_size)
+        segment = -(-chunks // -(-_PROGRAMS // programs))
+        return max(segment, _LEAST_CHUNKS) if programs < _PROGRAMS // 2 and chunks > _LEAST_CHUNKS else 0
 
     def chunk_tiles(self, params: RecurrenceParams) -> dict[str, Any]:
         config = self.config
@@ -570,11 +587,19 @@ def _gradients_of_chunks(problem: _Problem, d_out: Any, d_final: Any) -> LinearR
     prepared = problem.prepare(cut)
     params = problem.params
     keys, queries = (inputs.key, inputs.value), (inputs.query, d_out)
-    before, last, _ = problem.chunk_states(params, keys, cut, prepared, initial=inputs.initial_state)
+    first, d_last, segment = inputs.initial_state, d_final, problem.chunks_at_once()
+    if segment:
+        parts = problem.segments(segment * chunk)
+        of_parts = problem.prepare(parts)
+        first = problem.states(params, *keys, parts, first, of_parts)[0]
+        d_last = problem.states(value_gradient_params(params), *queries, parts, d_last, of_parts)[0]
+    before, last, _ = problem.chunk_states(params, keys, cut, prepared, initial=first, segment=segment)
     from_states = problem.gradients_from_states(d_out, before, cut, prepared)
     others = before[:, ::_CARRY_CHUNKS], last
     queries, others, from_states = jax.lax.optimization_barrier((queries, others, from_states))
-    d_states = problem.chunk_states(value_gradient_params(params), queries, cut, prepared, initial=d_final, others=others)
+    d_states = problem.chunk_states(
+        value_gradient_params(params), queries, cut, prepared, initial=d_last, segment=segment, others=others
+    )
     *gradients, d_logs = problem.chunk_gradients(d_out, from_states, d_states, cut, prepared)
     return _gradients(problem, gradients, d_logs, d_states[1])
 
