@@ -106,6 +106,11 @@ CASES = {
     "delta product, segments": ("gated_delta_product", product() | {"seg_ids": SEGMENTS}, {"num_householder": 2}),
     "rwkv7": ("rwkv7", rwkv(False) | {"initial_state": MATRIX()}, {}),
     "rwkv7, removal": ("rwkv7_mul", rwkv(True), {"reverse": True}),
+    "rwkv7, packed, reverse": (
+        "rwkv7",
+        {name: array[:1] for name, array in rwkv(False).items()} | {"initial_state": MATRIX(count=COUNT), "cu_seqlens": BOUNDS},
+        {"reverse": True},
+    ),
     "no decay": ("recurrent_attention", attention(), {}),
     "all decays": (
         "recurrent_attention",
@@ -127,6 +132,18 @@ CASES = {
     "packed, reverse": (
         "recurrent_attention",
         attention(1) | {"g": decays(1, T, HEADS), "cu_seqlens": BOUNDS},
+        {"reverse": True},
+    ),
+    "packed, no decay": (
+        "recurrent_attention",
+        attention(1) | {"initial_state": MATRIX(count=COUNT), "cu_seqlens": BOUNDS},
+        {},
+    ),
+    "packed, all decays, reverse": (
+        "recurrent_attention",
+        attention(1)
+        | {"g": decays(1, T, HEADS), "gk": decays(1, T, KEYS, WIDTH), "gv": decays(1, T, KEYS, VALUES)}
+        | {"g_gamma": decays(HEADS), "initial_state": MATRIX(count=COUNT), "cu_seqlens": BOUNDS},
         {"reverse": True},
     ),
     "gla": ("gla_attention", attention() | {"g": decays(BATCH, T, KEYS, WIDTH), "initial_state": MATRIX()}, {}),
@@ -236,6 +253,60 @@ def test_four_devices(name):
 def test_other_numbers_of_devices(name, devices):
     function, given, options = CASES[name]
     assert_same(pulled(split(function, options, given, mesh_of(devices)), given), pulled(whole(function, options), given))
+
+
+@pytest.mark.parametrize("name", ("delta rule, packed, reverse", "packed, no decay", "gla", "mamba1, packed"))
+def test_two_devices_that_need_no_transitions(name):
+    function, given, options = CASES[name]
+    assert_same(pulled(split(function, options, given, mesh_of(2)), given), pulled(whole(function, options), given))
+
+
+@pytest.mark.parametrize("part", (0, 1), ids=("output", "state"))
+@pytest.mark.parametrize("name", ("delta rule, packed", "packed, all decays, reverse", "mamba1, segments", "mamba2"))
+def test_gradients_of_the_output_and_of_the_state(name, part):
+    """Each by itself: the other has no cotangent."""
+    function, given, options = CASES[name]
+
+    def alone(run):
+        return lambda given: run(given)[part : part + 1]
+
+    split_, whole_ = split(function, options, given, mesh_of(4)), whole(function, options)
+    assert_same(pulled(alone(split_), given), pulled(alone(whole_), given))
+
+
+@pytest.mark.parametrize("devices", (2, 4))
+def test_layers_that_are_run_again(devices):
+    """Under `jax.checkpoint` in `jax.lax.scan`, for each of several members by `jax.vmap`."""
+    function, given, options = CASES["gla"]
+    members = {name: jnp.stack([array, array[:, ::-1] if array.shape[1] == T else -array]) for name, array in given.items()}
+
+    def loss(run):
+        def one(given):
+            def layer(value, _):
+                return run({**given, "value": value})[0][:, :, :KEYS], None
+
+            value, _ = jax.lax.scan(jax.checkpoint(layer), given["value"], length=2)
+            return jnp.sum(jnp.sin(value))
+
+        return jax.jit(jax.grad(lambda members: jnp.sum(jax.vmap(one)(members))))(members)
+
+    assert_same(loss(split(function, options, given, mesh_of(devices))), loss(whole(function, options)))
+
+
+def test_a_state_in_bfloat16():
+    function, given, options = CASES["delta rule, state"]
+    given = given | {"initial_state": given["initial_state"].astype(jnp.bfloat16)}
+    found, wanted = pulled(split(function, options, given, mesh_of(2)), given), pulled(whole(function, options), given)
+    assert found[1]["initial_state"].dtype == jnp.bfloat16
+    assert_same(found, wanted, 1e-2)
+
+
+def test_a_gradient_is_not_differentiated_again():
+    function, given, options = CASES["gla"]
+    run = split(function, options, given, mesh_of(2))
+    first = jax.grad(lambda arrays: jnp.sum(jnp.sin(run(arrays)[0])))
+    with pytest.raises(TypeError, match="linear_recurrence: its gradient was differentiated again"):
+        jax.grad(lambda arrays: jnp.sum(first(arrays)["key"]))(given)
 
 
 @pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit), ids=str)

@@ -49,8 +49,8 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
 def sequence_parallel(function: Callable[_Arguments, _Result], axis_name: t.AxisNames) -> Callable[_Arguments, _Result]:
     """A recurrence, or the convolution in front of it, over a sequence that is split over devices; inside `jax.shard_map`.
 
-    Every device runs its own tokens; then states pass between devices, and outputs are corrected by what they bring. What is
-    exchanged does not grow with the sequence. Results and gradients are those of one device.
+    States pass between devices first; then every device runs its own tokens from the state that enters. Gradients of states pass
+    back. What is exchanged does not grow with the sequence. Results and gradients are those of one device.
 
     Args:
         function: one of `causal_conv1d`, `gated_delta_product`, `gated_delta_rule`, `gla_attention`, `kernel_delta_attention`,
@@ -67,7 +67,7 @@ def sequence_parallel(function: Callable[_Arguments, _Result], axis_name: t.Axis
         ValueError: function is none of these, there is no such axis, or a device has no tokens or fewer than a filter looks back.
         TypeError: a wrong type.
 
-    Source: Martin and Cundy, Parallelizing Linear Recurrent Neural Nets Over Sequence Length, 2018.
+    Source: Sun et al., LASP-2: Rethinking Sequence Parallelism for Linear Attention and Its Hybrid, 2025.
     """
     axes = as_axes(axis_name)
     if not axes:

@@ -14,29 +14,11 @@ from ejkernel.compositions.axes import Axes
 
 
 @dataclasses.dataclass(frozen=True)
-class Shards:
-    """A sequence split evenly over the devices along `axes`, `size` of them; `length` tokens on each.
-
-    Attributes:
-        segments: ids of this device's tokens `[1 or B, T]`, or None.
-        bounds: cumulative lengths of the whole sequence's packed ones, int32 `[n + 1]`, or None.
-    """
+class Devices:
+    """Those along `axes`, `size` of them."""
 
     axes: Axes
     size: int
-    length: int
-    segments: Any = None
-    bounds: Any = None
-
-    @property
-    def start(self) -> Any:
-        """Where this device's tokens begin in the whole sequence."""
-        return jax.lax.axis_index(self.axes) * self.length
-
-    @property
-    def local_bounds(self) -> Any:
-        """The bounds as this device sees them: sequences without tokens here are empty."""
-        return None if self.bounds is None else jnp.clip(self.bounds - self.start, 0, self.length)
 
     def rank(self, reverse: bool) -> Any:
         """How many devices come before this one."""
@@ -54,6 +36,30 @@ class Shards:
         return jax.lax.psum(jnp.where(_beside(ends, states), states, jnp.zeros_like(states)), self.axes)
 
 
+@dataclasses.dataclass(frozen=True)
+class Shards(Devices):
+    """A sequence split evenly over the devices; `length` tokens on each.
+
+    Attributes:
+        segments: ids of this device's tokens `[1 or B, T]`, or None.
+        bounds: cumulative lengths of the whole sequence's packed ones, int32 `[n + 1]`, or None.
+    """
+
+    length: int
+    segments: Any = None
+    bounds: Any = None
+
+    @property
+    def start(self) -> Any:
+        """Where this device's tokens begin in the whole sequence."""
+        return jax.lax.axis_index(self.axes) * self.length
+
+    @property
+    def local_bounds(self) -> Any:
+        """The bounds as this device sees them: sequences without tokens here are empty."""
+        return None if self.bounds is None else jnp.clip(self.bounds - self.start, 0, self.length)
+
+
 class Carry(NamedTuple):
     """Of this device's n states `[b, n, ...]`, bool `[1 or b, n]`:
 
@@ -69,10 +75,15 @@ class Carry(NamedTuple):
     leaving: Any
     ends: Any
 
-    def through(self, transition: Any) -> Any:
-        """A transition, arrays `[b, ...]`, as zeros where the state that enters is not the one that leaves."""
-        same = jnp.any(self.entering & self.leaving, axis=1)
-        return jax.tree.map(lambda array: jnp.where(_beside(same, array), array, jnp.zeros_like(array)), transition)
+    @property
+    def passes(self) -> Any:
+        """Whether the state that enters is the one that leaves, `[1 or b]`."""
+        return jnp.any(self.entering & self.leaving, axis=1)
+
+    @property
+    def back(self) -> Carry:
+        """Of the gradients of states, which pass the other way."""
+        return self._replace(entering=self.leaving, leaving=self.entering)
 
     def initial(self, states: Any) -> Any:
         """The given states `[b, n, ...]` where they start here, else zeros."""
@@ -81,10 +92,6 @@ class Carry(NamedTuple):
     def left(self, states: Any) -> Any:
         """The one of `[b, n, ...]` that leaves, `[b, ...]`; zeros where none does."""
         return jnp.where(_beside(self.leaving, states), states, jnp.zeros_like(states)).sum(axis=1)
-
-    def entered(self, state: Any) -> Any:
-        """A state `[b, ...]` that enters; zeros where none does."""
-        return jnp.where(_beside(jnp.any(self.entering, axis=1), state), state, jnp.zeros_like(state))
 
     def placed(self, state: Any) -> Any:
         """A state `[b, ...]` as the one of `[b, n, ...]` that enters, zeros as the others."""
@@ -101,7 +108,7 @@ def carry_of(shards: Shards, reverse: bool) -> Carry:
     joined = ~first
     if shards.segments is not None:
         joined = joined & _joined(shards, reverse)[:, None]
-    return Carry(first, joined, jnp.ones_like(first), last)
+    return Carry(first, joined, ~last, last)
 
 
 def _of_bounds(shards: Shards, reverse: bool) -> Carry:

@@ -1,8 +1,4 @@
-"""An operation over a sequence that is split over devices, in the place of `Operation.run`.
-
-State passing: every device runs its tokens from zeros; states and the linear maps from one device's start to its end are gathered,
-of a size that does not depend on the length; each device composes those before it and corrects its outputs.
-"""
+"""An operation over a sequence that is split over devices, in the place of `Operation.run`."""
 
 from __future__ import annotations
 
@@ -13,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.call.partition import vary_like
-from ejkernel.compositions.sequence.affine import AFFINE
+from ejkernel.compositions.sequence.affine import TRANSITIONS
 from ejkernel.compositions.sequence.carry import Shards, carry_of
+from ejkernel.compositions.sequence.passing import pass_states
 from ejkernel.errors import invalid
 from ejkernel.operations.linear_recurrence.transposed import with_key_first
 
@@ -35,30 +32,9 @@ def run(shards: Shards, request: Any, inputs: Any) -> Any:
             return run(shards, dataclasses.replace(request, call=call).reshaped(inputs), inputs)
 
         return with_key_first(request.call, inputs, with_call)
-    if request.operation.name not in AFFINE:  # what works token by token, such as a norm after the recurrence
+    if request.operation.name not in TRANSITIONS:  # what works token by token, such as a norm after the recurrence
         return request.operation.run(request, inputs)
-    return _pass_states(shards, request, varying)
-
-
-def _pass_states(shards: Shards, request: Any, inputs: Any) -> Any:
-    reverse = getattr(request.call, "reverse", False)
-    carry = carry_of(shards, reverse)
-    local = AFFINE[request.operation.name](request, inputs, carry)
-    left = carry.left(local.final)
-    rank = shards.rank(reverse)
-
-    def compose(state: Any, device: Any) -> tuple[Any, None]:
-        place, transition, own = device
-        return jnp.where(place < rank, local.apply(transition, state) + own, state), None
-
-    gathered = shards.gathered((carry.through(local.transition), left), reverse)
-    places = jnp.arange(shards.size, dtype=jnp.int32)
-    state = carry.entered(jax.lax.scan(compose, jnp.zeros_like(left), (places, *gathered))[0])
-    outputs = request.operation.Outputs(local.corrected(state), None)
-    if "final_state" not in request.operation.public(request.call):
-        return outputs
-    final = shards.of_last(local.final + carry.placed(local.apply(local.transition, state)), carry.ends)
-    return outputs._replace(final_state=final.reshape(request.operation.output_specs(request.call).final_state.shape))
+    return pass_states(shards, request, varying)
 
 
 def _convolve(shards: Shards, request: Any, inputs: Any) -> Any:
