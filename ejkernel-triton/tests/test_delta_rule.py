@@ -11,18 +11,20 @@ import pytest
 
 import ejkernel
 from ejkernel.call import ArraySpec
+from ejkernel.operations.common.case import Case
 from ejkernel.operations.common.tolerance import deviation
 from ejkernel.operations.delta_rule import reference
 from ejkernel.operations.delta_rule.cases import CASES, arrays
 from ejkernel.operations.delta_rule.interface import OPERATION, DeltaRuleCall, DeltaRuleOutputs
 from ejkernel.plugin import Target
 from ejkernel_triton._ahead_of_time import recorded, target_of
+from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.delta_rule import capability, config
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
-from ejkernel_triton.delta_rule import general, kernel
+from ejkernel_triton.delta_rule import general, kernel, segment_scan, state_scan
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
@@ -30,6 +32,7 @@ NAMED = {case.name: case for case in CASES}
 CHUNKS = config.Config(16, 16, 4, 1), config.GradientConfig(16, 16, 4, 1, 16, 16, 4)
 WHOLE_ROWS = config.Config(32, 32, 4, 1), config.GradientConfig(32, 32, 4, 1, 128, 32, 4)
 STEPS = config.Config(0, 4, 1, 1)
+SCANS = (segment_scan.__name__, state_scan.__name__)
 
 
 @pytest.fixture
@@ -226,6 +229,45 @@ def test_no_tokens(interpreted):
     assert gradients.query.shape == inputs.query.shape
 
 
+LONG_AND_FEW = Case(
+    "long-and-few-heads", arrays(1, 32768, 8, 128, 128, state=True), {"use_qk_l2norm": True, "return_state": True}
+)
+
+
+def segments_of(batch, length, heads, width=128, target=H200, **arguments):
+    spec = ArraySpec((batch, length, heads, width), "bfloat16")
+    call = DeltaRuleCall(query=spec, key=spec, value=spec, **arguments)
+    return {space.heuristic(call, target).segments for space in (config.FORWARD, config.BACKWARD)}
+
+
+def test_long_sequences_of_few_heads_are_split():
+    """On 132 multiprocessors, which 8 heads of 128 channels leave half idle."""
+    assert segments_of(1, 32768, 8) == segments_of(1, 8192, 8) == segments_of(2, 8192, 4) == {8}
+    assert segments_of(1, 32768, 4) == segments_of(1, 32768, 1) == {16}
+    assert segments_of(1, 2048, 8) == segments_of(1, 32768, 32) == segments_of(4, 8192, 8) == {1}
+    bounds = {count: ArraySpec((1, count + 1), "int32") for count in (2, 16)}
+    assert segments_of(1, 32768, 4, cu_seqlens=bounds[2]) == {8}
+    assert segments_of(1, 32768, 4, cu_seqlens=bounds[16]) == {1}
+    low_rank = ArraySpec((1, 32768, 4, 128), "bfloat16")
+    assert segments_of(1, 32768, 4, a=low_rank, b=low_rank) == {1}
+
+
+def test_search_spaces_have_other_segments():
+    spec = ArraySpec((1, 8192, 8, 128), "bfloat16")
+    call = DeltaRuleCall(query=spec, key=spec, value=spec)
+    for space in (config.FORWARD, config.BACKWARD):
+        assert {choice.segments for choice in space.search_space(call, H200)} == {1, 4, 8}
+        short = dataclasses.replace(call, **dict.fromkeys(("query", "key", "value"), ArraySpec((1, 512, 8, 128), "bfloat16")))
+        assert {choice.segments for choice in space.search_space(short, H200)} == {1}
+
+
+def test_at_least_one_segment():
+    with pytest.raises(ValueError, match="segments: got 0, expected at least 1"):
+        config.Config(64, 16, 4, 1, segments=0)
+    with pytest.raises(ValueError, match="segments: got -1, expected at least 1"):
+        config.GradientConfig(64, 16, 4, 1, 16, 16, 4, segments=-1)
+
+
 def test_tiles_are_powers_of_two():
     with pytest.raises(ValueError, match="chunk_size: got 48"):
         config.Config(48, 16, 4, 1)
@@ -248,6 +290,21 @@ def test_compiles_within_the_limits(monkeypatch, tmp_path, name):
         compiled = launch.compile(90)
         assert testing.resources(compiled).shared <= 227 * 1024
         assert compiled.asm["ptx"].count("wgmma.mma_async") >= 8, "products of whole tiles are not on the matrix units"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_segments_compile_without_spills(monkeypatch, tmp_path, capability):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    case = LONG_AND_FEW if capability == 90 else dataclasses.replace(LONG_AND_FEW, arrays=arrays(1, 32768, 4, 128, 128))
+    launched = {launch.identity: launch for _, launch in recorded("delta_rule", case, "bfloat16", target_of(capability))}
+    kernels = [launch for launch in launched.values() if launch.kernel.fn.__module__ in SCANS]
+    names = [launch.kernel.fn.__name__ for launch in kernels]
+    assert names.count("segment_scan_kernel") == names.count("carry_kernel") == 2
+    assert {launch.constants["SEGMENTS"] for launch in kernels} == {8}
+    for launch in kernels:
+        found = testing.resources(launch.compile(capability))
+        assert found.shared <= shared_memory_limit(target_of(capability))
+        assert found.spilling < 0.02, launch.kernel.fn.__name__
 
 
 @needs_jax_triton

@@ -26,7 +26,7 @@ from ejkernel_triton.linear_recurrence import config as linear_config
 from ejkernel_triton.linear_recurrence import kernel as linear_kernel
 
 FUSED, SEGMENTED = linear_config.Config(16, 0, 16, 4, 1), linear_config.Config(16, 16, 16, 4, 1)
-CHUNKED = delta_config.Config(16, 16, 4, 1)
+CHUNKED, SPLIT = delta_config.Config(16, 16, 4, 1), delta_config.Config(16, 16, 4, 1, segments=2)
 PACKED = (0, 9, 30, 40)
 
 
@@ -49,6 +49,8 @@ NAN: dict[str, tuple[Any, Any, Any, Any]] = {
     "bonus": (LINEAR_RECURRENCE, linear(length=24, decays="gk", bonus=True, garbage=13), {}, FUSED),
     "packed": (LINEAR_RECURRENCE, linear(1, 40, decays="g", garbage=22, bounds=PACKED, state=True), {}, SEGMENTED),
     "delta": (DELTA_RULE, delta(1, 40, garbage=22, state=True), {"return_state": True}, CHUNKED),
+    "delta, split": (DELTA_RULE, delta(1, 40, garbage=22, state=True), {"return_state": True}, SPLIT),
+    "delta by channel, split": (DELTA_RULE, delta(1, 40, decay="channel", garbage=22), {}, SPLIT),
     "delta, packed": (DELTA_RULE, delta(1, 40, garbage=22, bounds=PACKED), {}, CHUNKED),
     "delta, segments": (DELTA_RULE, delta(1, 24, garbage=13, ids=[0] * 9 + [1] * 15), {}, CHUNKED),
     "delta with a and b": (DELTA_RULE, delta(length=24, decay="channel", low_rank="ab", beta=False, garbage=13), {}, CHUNKED),

@@ -7,7 +7,12 @@ times by CUPTI, the heuristic's kernel by kernel, XLA's, and those of jax-linear
 installed, forward and forward with backward. Prints tables, writes `delta_rule.json` under `--out` (or `$OUT`), exits with 1 if a
 number is wrong.
 
-`--problems` names, comma separated; `--most` configs of each problem and phase besides the heuristic's (-1 = all); `--budget`
+`--problems` names, comma separated; `--most` configs of each problem and phase besides the heuristic's (-1 = all), or the grid of
+`--segments`, `--blocks` and `--stages`, comma separated, around it, for example
+
+    python tests/device/delta_rule.py --problems gated-b1-t32768-h8-d128 --segments 1,2,4,8,16 --blocks 16,32,64 --skip xla,fla
+
+where a list that is not given is the heuristic's; `--budget`
 seconds after which nothing new is started; `--threads` that compile; `--skip` of xla,peers,fla.
 """
 
@@ -17,6 +22,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -58,6 +64,11 @@ PROBLEMS = {
     "gated-b2-t4096-h16-d128": Shape(2, 4096, 16, 128, 128, "scalar"),
     "gated-b4-t2048-h32-d128": Shape(4, 2048, 32, 128, 128, "scalar"),
     "gated-b1-t32768-h16-d128": Shape(1, 32768, 16, 128, 128, "scalar"),
+    "gated-b1-t8192-h8-d128": Shape(1, 8192, 8, 128, 128, "scalar"),
+    "gated-b1-t32768-h8-d128": Shape(1, 32768, 8, 128, 128, "scalar"),
+    "gated-slow-b1-t32768-h8-d128": Shape(1, 32768, 8, 128, 128, "scalar", strength=0.001),
+    "gated-packed-t32768-h4-d128": Shape(1, 32768, 4, 128, 128, "scalar", sequences=3),
+    "channel-b1-t32768-h8-d128": Shape(1, 32768, 8, 128, 128, "channel"),
     "gated-b1-t8192-h16-d128-v256": Shape(1, 8192, 16, 128, 256, "scalar"),
     "gated-b1-t8192-h8-d256-v512": Shape(1, 8192, 8, 256, 512, "scalar"),
     "gated-b2-t4096-h32-d64": Shape(2, 4096, 32, 64, 64, "scalar"),
@@ -133,13 +144,14 @@ class Problem:
         """Compiled: a config of ours, None for XLA, "exact" for XLA from the same numbers in float32."""
         if cfg is not None and cfg != "exact":
             return self.function(phase, kernel, cfg).lower(*self.values).compile()
+        space = xla_config.FORWARD if phase == "forward" else xla_config.BACKWARD
         if cfg is None:
-            return self.function(phase, xla, xla_config.heuristic(self.call, current_target())).lower(*self.values).compile()
+            return self.function(phase, xla, space.heuristic(self.call, current_target())).lower(*self.values).compile()
         specs = {name: dataclasses.replace(spec, dtype="float32") for name, spec in self._float_specs()}
         call = dataclasses.replace(self.call, **specs)
         other = object.__new__(Problem)
         other.call = call
-        found = other.function(phase, xla, xla_config.heuristic(call, current_target()))
+        found = other.function(phase, xla, space.heuristic(call, current_target()))
         return jax.jit(lambda *values: found(*_float32(values))).lower(*self.values).compile()
 
     def _float_specs(self) -> list[tuple[str, Any]]:
@@ -211,8 +223,14 @@ def chosen(problem: Problem, phase: str, options: argparse.Namespace) -> list[An
     """The heuristic's config, those to compare it with, and XLA."""
     space = problem.space[phase]
     heuristic = space.heuristic(problem.call, current_target())
-    found = space.search_space(problem.call, current_target())
-    found = chosen_of(found, heuristic, options.most if options.most >= 0 else len(found))
+    grid = {"segments": options.segments, "block_v": options.blocks, "num_stages": options.stages}
+    grid = {name: [int(value) for value in values.split(",")] for name, values in grid.items() if values}
+    if grid:
+        changes = (dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()))
+        found = [heuristic, *(dataclasses.replace(heuristic, **change) for change in changes)]
+    else:
+        found = space.search_space(problem.call, current_target())
+        found = chosen_of(found, heuristic, options.most if options.most >= 0 else len(found))
     return [*dict.fromkeys(found), *([] if "xla" in options.skip else [None])]
 
 
@@ -382,6 +400,8 @@ def main() -> int:
     parser.add_argument("--problems", default=",".join(PROBLEMS))
     parser.add_argument("--phases", default="forward,backward")
     parser.add_argument("--most", type=int, default=6)
+    for name in ("segments", "blocks", "stages"):
+        parser.add_argument(f"--{name}", default="", help="of a grid of configs")
     parser.add_argument("--budget", type=float, default=240)
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--skip", default="", help="of xla,peers,fla")

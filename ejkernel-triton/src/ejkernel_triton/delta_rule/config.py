@@ -16,9 +16,9 @@ def _check_tile(name: str, size: int) -> None:
         raise ValueError(f"{name}: got {size}, expected a power of two from {MIN_DOT_SIZE} on")
 
 
-def _check_segments(segments: int, chunk_size: int) -> None:
-    if segments < 1 or (segments > 1 and not chunk_size):
-        raise ValueError(f"segments: got {segments}, expected 1 or, with a chunk_size, more")
+def _check_segments(segments: int) -> None:
+    if segments < 1:
+        raise ValueError(f"segments: got {segments}, expected at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Config:
         block_v: value channels of one program's state, a power of two.
         num_warps: warps per program that holds a state.
         num_stages: pipeline stages of the loop over chunks.
-        segments: parts of each sequence whose states are scanned in parallel, from states that another scan finds first. The general
-            form runs as with 1.
+        segments: parts of each sequence whose states are scanned in parallel, from states that another scan finds first. The
+            general form, and calls that run token after token, run as with 1.
     """
 
     chunk_size: int
@@ -41,7 +41,7 @@ class Config:
     segments: int = 1
 
     def __post_init__(self) -> None:
-        _check_segments(self.segments, self.chunk_size)
+        _check_segments(self.segments)
         if self.chunk_size:
             _check_tile("chunk_size", self.chunk_size)
             _check_tile("block_v", self.block_v)
@@ -72,13 +72,20 @@ class GradientConfig:
     segments: int = 1
 
     def __post_init__(self) -> None:
-        _check_segments(self.segments, self.chunk_size)
+        _check_segments(self.segments)
         for name in ("chunk_size", "block_v", "gradient_block_k", "gradient_block_v"):
             _check_tile(name, getattr(self, name))
 
 
 _FEW_TOKENS = 8
 """Of a sequence, that are walked one after the other."""
+
+
+_SEGMENTS = (16, 8, 4, 1)
+"""Two never pay: each token is walked twice, once for the state before its segment."""
+
+_SEGMENT_CHUNKS = 16
+"""Fewest chunks of a segment, whose work is to be more than the carrying of its state."""
 
 
 def _few_tokens(call: DeltaRuleCall) -> bool:
@@ -133,14 +140,29 @@ class _Model:
         found = ((block, 8 if block == 128 else 4, depth) for block, depth in itertools.product(self.blocks(), (1, 2, 3)))
         return [x for x in found if self.walk_fits(self.chunk, x[0], x[2], backward=backward)] or [(self.blocks()[0], 4, 1)]
 
-    def preferred(self, *, backward: bool) -> tuple[int, int, int]:
-        """The widest block with which every multiprocessor has a program, the deepest pipeline that fits."""
+    def segments(self) -> list[int]:
+        """Numbers of segments to choose from: several where the narrowest programs leave multiprocessors idle."""
+        chunks = self.call.query.shape[1] // max(self.call.sequences * self.chunk, 1)
+        if self.general or self.share(self.blocks()[0]) > 1:
+            return [1]
+        return [count for count in _SEGMENTS if count == 1 or chunks >= count * _SEGMENT_CHUNKS]
+
+    def share(self, block: int, segments: int = 1) -> float:
+        """Programs for each multiprocessor."""
+        return self.programs * segments * -(-self.channels // block) / self.multiprocessors
+
+    def preferred(self, *, backward: bool) -> tuple[tuple[int, int, int], int]:
+        """Block, warps and stages, and segments: the widest block with which every multiprocessor has a program, the deepest
+        pipeline that fits. Several segments where the narrowest block leaves half of the multiprocessors idle: as few as fill them
+        with the widest."""
         walks = self.walks(backward=backward)
         blocks = sorted({block for block, _, _ in walks if block <= self.widest}, reverse=True)
-        enough = [block for block in blocks if self.programs * -(-self.channels // block) >= 0.75 * self.multiprocessors]
+        counts = self.segments() if self.share(blocks[-1]) <= 0.5 else [1]
+        segments = min((count for count in counts if self.share(blocks[0], count) >= 0.75), default=counts[0])
+        enough = [block for block in blocks if self.share(block, segments) >= 0.75]
         block = enough[0] if enough else blocks[-1]
         stages = max(stages for width, _, stages in walks if width == block and stages <= (1 if self.split else 3))
-        return block, 4, stages
+        return (block, 4, stages), segments
 
 
 def _steps(call: DeltaRuleCall) -> Config:
@@ -155,7 +177,8 @@ def forward_heuristic(call: DeltaRuleCall, target: Target) -> Config:
     if not call.chunked or _few_tokens(call):
         return _steps(call)
     model = _Model(call, target)
-    return Config(model.chunk, *model.preferred(backward=False))
+    walk, segments = model.preferred(backward=False)
+    return Config(model.chunk, *walk, segments)
 
 
 def forward_space(call: DeltaRuleCall, target: Target) -> list[Config]:
@@ -166,7 +189,9 @@ def forward_space(call: DeltaRuleCall, target: Target) -> list[Config]:
         found = [Config(0, block, warps, chosen.num_stages) for block, warps in itertools.product(*tiles) if block <= channels]
         return list(dict.fromkeys([chosen, *found]))
     model = _Model(call, target)
-    return list(dict.fromkeys([chosen, *(Config(model.chunk, *walk) for walk in model.walks(backward=False))]))
+    found = [dataclasses.replace(chosen, segments=count) for count in model.segments()]
+    found += [Config(model.chunk, *walk, chosen.segments) for walk in model.walks(backward=False)]
+    return list(dict.fromkeys([chosen, *found]))
 
 
 def _rows(model: _Model) -> int:
@@ -179,12 +204,14 @@ def backward_heuristic(call: DeltaRuleCall, target: Target) -> GradientConfig:
     model = _Model(call, target)
     rows = _rows(model)
     columns = min(model.channels, 32 if model.split else 64)
-    return GradientConfig(model.chunk, *model.preferred(backward=True), rows, columns, 8 if rows >= 128 else 4)
+    walk, segments = model.preferred(backward=True)
+    return GradientConfig(model.chunk, *walk, rows, columns, 8 if rows >= 128 else 4, segments)
 
 
 def backward_space(call: DeltaRuleCall, target: Target) -> list[GradientConfig]:
     model, chosen = _Model(call, target), backward_heuristic(call, target)
-    found = [dataclasses.replace(chosen, block_v=x[0], num_warps=x[1], num_stages=x[2]) for x in model.walks(backward=True)]
+    found = [dataclasses.replace(chosen, segments=count) for count in model.segments()]
+    found += [dataclasses.replace(chosen, block_v=x[0], num_warps=x[1], num_stages=x[2]) for x in model.walks(backward=True)]
     for rows, columns, warps in itertools.product((32, 64, 128), (32, 64), (4, 8)):
         if rows <= min(model.width, 64 if model.general else 128) and columns <= model.channels and not model.split:
             found.append(dataclasses.replace(chosen, gradient_block_k=rows, gradient_block_v=columns, gradient_num_warps=warps))

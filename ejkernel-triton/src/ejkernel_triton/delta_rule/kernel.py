@@ -18,7 +18,9 @@ import jax.numpy as jnp
 from ejkernel.call import vary_like
 from ejkernel.operations.delta_rule.interface import DeltaRuleCall, DeltaRuleInputs, DeltaRuleOutputs
 from ejkernel.operations.delta_rule.lengths import divided_by_length
+from ejkernel.plugin import current_target
 from ejkernel_triton._blocks import dot_block
+from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.delta_rule import general
 from ejkernel_triton.delta_rule.config import Config, GradientConfig, is_general
@@ -34,8 +36,9 @@ _PREPARED_WIDTH = 64
 """Channels of key that `prepare` loads at a time; half as many in float32, and under decays per channel, on an H100 0.40 ms in
 place of 0.48."""
 
-_CARRIED_BLOCK, _CARRIED_ELEMENTS = 16, 8192
-"""Channels of value of a program that carries states between segments, and elements of a transition that it holds."""
+_CARRIED_BLOCK, _CARRIED_ROWS = 16, 64
+"""Channels of value of a program that carries states between segments, and rows of a transition of more than 128 channels that it
+holds; smaller ones it holds whole."""
 
 _REPAIR_BLOCK = 32
 """Channels of value that a program holds which repairs outputs."""
@@ -121,18 +124,20 @@ class _Chunked(Problem):
 
     def carry(self, given: Any, local: Any, transitions: Any, *, back: bool) -> Any:
         """States before segments, from those that segments leave of zeros; with `back` the gradients of states after segments."""
-        width, channels = dot_block(self.call.query.shape[3]), self.call.value.shape[3]
+        width, channels, block = dot_block(self.call.query.shape[3]), self.call.value.shape[3], _CARRIED_BLOCK
+        rows = width if width <= 128 else _CARRIED_ROWS
+        prefetching = 4 * (2 * rows * width + block * (rows + width))  # bytes of shared memory
         (carried,) = call_kernel(
             carry_kernel,
             (*self.or_query(given), local, transitions),
             ((local.shape, jnp.float32),),
-            grid=self.batch * self.call.sequences * self.call.heads * -(-channels // _CARRIED_BLOCK),
-            num_warps=4,
-            num_stages=1,
+            grid=self.batch * self.call.sequences * self.call.heads * -(-channels // block),
+            num_warps=8 if width > 64 else 4,
+            num_stages=2 if prefetching <= shared_memory_limit(current_target()) else 1,
             R=self.rule,
             BLOCK_K=width,
-            BLOCK_V=_CARRIED_BLOCK,
-            ROWS=min(width, _CARRIED_ELEMENTS // width),
+            BLOCK_V=block,
+            ROWS=rows,
             SEGMENTS=local.shape[2],
             GIVEN=given is not None,
             BACK=back,

@@ -99,6 +99,24 @@ def segment_scan_kernel(
 
 
 @triton.jit
+def carried_rows(
+    b_state, p_local, p_transitions, p_carried, i_index, i_next, i_head, i_row, i_column, R: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, ROWS: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Rows of the state on the other side of a segment, which are stored."""
+    if BACK:
+        p_tile, m_tile = matrix_of(p_transitions, i_index, i_head, 0, i_row, R.width, R, BLOCK_K, ROWS)
+        b_tile = tl.trans(tl.load(p_tile, mask=m_tile, other=0.0))
+    else:
+        p_tile, m_tile = matrix_of(p_transitions, i_index, i_head, i_row, 0, R.width, R, ROWS, BLOCK_K)
+        b_tile = tl.load(p_tile, mask=m_tile, other=0.0)
+    b_rows = tl.dot(b_tile, b_state, input_precision=R.precision)
+    b_rows += load_state(p_local, i_index, i_head, i_row, i_column, R, ROWS, BLOCK_V)
+    store_state(p_carried, b_rows, i_next, i_head, i_row, i_column, R, ROWS, BLOCK_V)
+    return b_rows
+
+
+@triton.jit
 def carry_kernel(
     p_given,
     p_local,
@@ -116,27 +134,31 @@ def carry_kernel(
     before sequences, gradients of those after them. One program per sequence, head and block of channels of value; ROWS rows of a
     state at a time."""
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
+    STEP: tl.constexpr = -1 if BACK else 1
     i_column = tl.program_id(0) % BLOCKS * BLOCK_V
     i_head = tl.program_id(0) // BLOCKS % R.heads
     i_state = tl.program_id(0) // (BLOCKS * R.heads)
     i_index = i_state * SEGMENTS + (SEGMENTS - 1 if BACK else 0)
-    b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if GIVEN:
         b_state = load_state(p_given, i_state, i_head, 0, i_column, R, BLOCK_K, BLOCK_V).to(tl.float32)
+    else:
+        b_zero = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+        store_state(p_carried, b_zero, i_index, i_head, 0, i_column, R, BLOCK_K, BLOCK_V)
+        b_state = load_state(p_local, i_index, i_head, 0, i_column, R, BLOCK_K, BLOCK_V)
+        i_index += STEP
     store_state(p_carried, b_state, i_index, i_head, 0, i_column, R, BLOCK_K, BLOCK_V)
-    for i_step in range(SEGMENTS - 1):
-        i_next = i_index - 1 if BACK else i_index + 1
-        for i_row in tl.static_range(0, R.width, ROWS):
-            b_part = load_state(p_local, i_index, i_head, i_row, i_column, R, ROWS, BLOCK_V)
-            if GIVEN or i_step > 0:
-                if BACK:
-                    p_tile, m_tile = matrix_of(p_transitions, i_index, i_head, 0, i_row, R.width, R, BLOCK_K, ROWS)
-                    b_tile = tl.trans(tl.load(p_tile, mask=m_tile, other=0.0))
-                else:
-                    p_tile, m_tile = matrix_of(p_transitions, i_index, i_head, i_row, 0, R.width, R, ROWS, BLOCK_K)
-                    b_tile = tl.load(p_tile, mask=m_tile, other=0.0)
-                b_part += tl.dot(b_tile, b_state, input_precision=R.precision)
-            store_state(p_carried, b_part, i_next, i_head, i_row, i_column, R, ROWS, BLOCK_V)
-        tl.debug_barrier()  # the next segment's threads read what others have stored
-        b_state = load_state(p_carried, i_next, i_head, 0, i_column, R, BLOCK_K, BLOCK_V)
+    for _ in range(SEGMENTS - 1 if GIVEN else SEGMENTS - 2):
+        i_next = i_index + STEP
+        if ROWS < BLOCK_K:
+            for i_row in range(0, R.width, ROWS):
+                carried_rows(
+                    b_state, p_local, p_transitions, p_carried, i_index, i_next, i_head, i_row, i_column, R, BLOCK_K, BLOCK_V,
+                    ROWS, BACK,
+                )  # fmt: skip
+            tl.debug_barrier()  # the threads read what others have stored
+            b_state = load_state(p_carried, i_next, i_head, 0, i_column, R, BLOCK_K, BLOCK_V)
+        else:
+            b_state = carried_rows(
+                b_state, p_local, p_transitions, p_carried, i_index, i_next, i_head, 0, i_column, R, BLOCK_K, BLOCK_V, ROWS, BACK
+            )  # fmt: skip
         i_index = i_next

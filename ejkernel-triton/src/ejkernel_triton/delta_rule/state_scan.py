@@ -1,5 +1,5 @@
-"""The walks over the chunks of a sequence: the state forwards, its gradient backwards. One program per sequence, segment of it, head
-and block of channels of value, with its part of the state in registers.
+"""The walks over the chunks of a sequence: the state forwards, its gradient backwards. One program per sequence, segment, head and
+block of channels of value, with its part of the state in registers.
 
 With the state S before a chunk, keys and queries under their decays, and T the inverse that `prepare` made:
 `delta = T (v - read_key S)`, `out = read_query S + scores delta`, and S after the chunk is `decay S + write_key^T delta`.
@@ -80,13 +80,12 @@ def chunk_delta(
     if VALUES:
         b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, WHOLE, R)
     b_inverse = tl.load(square_of(p_inverse, i_square, CHUNK))
-    b_read = product(b_key, b_before, R)
+    b_new = -product(b_key, b_before, R)
     if not BY_CHANNEL:
-        b_read *= b_key_scale
+        b_new *= b_key_scale
     if VALUES:
-        b_delta = product(b_inverse, b_value.to(tl.float32) - b_read, R)
-    else:
-        b_delta = product(b_inverse, -b_read, R)
+        b_new += b_value.to(tl.float32)
+    b_delta = product(b_inverse, b_new, R)
     return b_delta, b_key, b_write_scale, b_decay
 
 
@@ -180,9 +179,8 @@ def state_scan_kernel(
             b_state = state_after(
                 b_state, b_delta, b_key, b_write_scale, b_decay, p_write_key, i_token, i_head, rows, R, CHUNK, BLOCK_K, WHOLE
             )
-        if FINAL:
-            if i_segment == SEGMENTS - 1:
-                store_state(p_final, b_state, i_state, i_head, 0, i_column, R, BLOCK_K, BLOCK_V)
+        if FINAL and i_segment == SEGMENTS - 1:
+            store_state(p_final, b_state, i_state, i_head, 0, i_column, R, BLOCK_K, BLOCK_V)
     elif OUT:
         b_zero = tl.zeros([CHUNK, BLOCK_V], tl.float32)
         for i_step in range(first, last):
