@@ -110,6 +110,8 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "g_gamma",
         "gk",
         "bonus",
+        "value_scale",
+        "skip",
         "initial_state",
         "cu_seqlens",
         "scale",

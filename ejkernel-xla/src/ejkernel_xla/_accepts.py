@@ -139,6 +139,8 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "gk",
         "gv",
         "bonus",
+        "value_scale",
+        "skip",
         "initial_state",
         "cu_seqlens",
         "scale",

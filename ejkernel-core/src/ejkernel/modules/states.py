@@ -237,7 +237,7 @@ def _ssd(
     precision: Any,
     dt_softplus: bool,
 ) -> Bound:
-    """Mamba-2 as a linear recurrence: query C, key B, value dt x, log decay A dt."""
+    """Mamba-2 as a linear recurrence: query C, key B, value x scaled by dt, log decay A dt, skip D."""
     check_compute("x", x, ndim=4)
     batch, length, heads, channels = x.shape
     width = check_groups(x, B, C, n_groups)
@@ -268,8 +268,10 @@ def _ssd(
     bound = _LINEAR_RECURRENCE.canonicalise(
         query,
         key,
-        (x.astype(wide) * steps[..., None]).astype(x.dtype),
+        x,
         decay,
+        value_scale=steps,
+        skip=None if D is None else D.astype(wide),
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
         scale=1.0,
@@ -280,9 +282,6 @@ def _ssd(
 
     def finish(outputs: Any) -> Any:
         out, state = bound.finish(outputs)
-        if D is not None:
-            skip = D.astype(wide) if D.ndim == 2 else D.astype(wide)[:, None]
-            out = (out.astype(wide) + x.astype(wide) * skip[None, None]).astype(x.dtype)
         shape = batch, length, heads * channels
         # A mesh has no rule for a reshape of nothing.
         return out.reshape(shape) if channels else jnp.zeros(shape, out.dtype), state

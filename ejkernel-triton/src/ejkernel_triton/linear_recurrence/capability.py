@@ -16,7 +16,8 @@ _MIN_BLOCK, _MIN_SEGMENT = 16, 16
 
 
 def supports_forward(call: LinearRecurrenceCall, target: Target) -> str | None:
-    specs = {name: getattr(call, name) for name in ("query", "key", "value", "g", "g_gamma", "gk", "bonus", "initial_state")}
+    arrays = ("query", "key", "value", "g", "g_gamma", "gk", "bonus", "value_scale", "skip", "initial_state")
+    specs = {name: getattr(call, name) for name in arrays}
     problem = refusal(target, specs, FLOATS)
     if problem:
         return problem

@@ -14,8 +14,11 @@ import triton.language as tl
 
 from ejkernel_triton.linear_recurrence.tiles import (
     edge_decays,
+    load_scales,
     load_tile,
+    row_of,
     scalar_logs,
+    skip_of,
     state_of,
     store_tile,
 )
@@ -25,6 +28,7 @@ from ejkernel_triton.linear_recurrence.tiles import (
 def chunk_states_kernel(
     p_key,
     p_value,
+    p_scale,
     p_hi,
     p_lo,
     p_gamma,
@@ -88,6 +92,8 @@ def chunk_states_kernel(
         b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
         b_hi, b_lo, hi, lo = scalar_logs(p_hi, p_lo, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, FULL_CHUNKS, R)
         b_update = edge_decays(b_hi, b_lo, hi, lo, R)[1]
+        if R.value_scale_heads > 0:
+            b_update *= load_scales(p_scale, i_token, i_head, rows, CHUNK, FULL_CHUNKS, R)
         p_tile, m_tile = state_of(
             p_before + i_row * R.channels, i_batch * chunks + i_chunk, i_head, i_column, R, BLOCK_K, BLOCK_V
         )
@@ -215,6 +221,8 @@ def key_gradients_kernel(
     p_query,
     p_key,
     p_value,
+    p_scale,
+    p_skip,
     p_d_out,
     p_hi,
     p_lo,
@@ -226,6 +234,8 @@ def key_gradients_kernel(
     p_d_key,
     p_d_value,
     p_log,
+    p_d_scale,
+    p_d_skip,
     R: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -237,7 +247,7 @@ def key_gradients_kernel(
 
     p_after: the gradients of the states after all chunks. p_log: `query . d_query - key . d_key`, less the part of the states
     before the chunk. Scores are computed anew for every head: registers do not hold them beside the sums. Shapes as in
-    `query_gradients_kernel`.
+    `query_gradients_kernel`; of the gradients of factors, p_d_scale `[blocks, b, t, H]` and p_d_skip `[blocks, b, chunks, H]`.
     """
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
     PARTS: tl.constexpr = R.heads * BLOCKS // MEMBERS
@@ -259,17 +269,45 @@ def key_gradients_kernel(
             p_after, p_hi, p_lo, p_gamma, i_batch, i_chunk, chunks, batch, i_head, i_block, rows, R, CHUNK, BLOCK_K, BLOCK_V,
             FULL_CHUNKS,
         )  # fmt: skip
-        b_d_key = tl.dot((b_value * b_update[:, None]).to(b_value.dtype), tl.trans(b_after), b_d_key)
+        b_weight = b_update
+        if R.value_scale_heads > 0:
+            b_scale = load_scales(p_scale, i_token, i_head, rows, CHUNK, FULL_CHUNKS, R)
+            b_weight = b_update * b_scale
+        b_d_key = tl.dot((b_value * b_weight[:, None]).to(b_value.dtype), tl.trans(b_after), b_d_key)
         b_decay = tl.where(m_seen, tl.exp2(b_hi[None, :] - b_hi[:, None]), 0.0)
 
         b_pairs = tl.dot(b_key, tl.trans(b_query)) * R.scale
         b_grad = tl.dot(b_value, tl.trans(b_d_out)) * b_decay
-        b_d_pairs += b_grad
+        if R.value_scale_heads > 0:
+            b_d_pairs += b_grad * b_scale[:, None]
+        else:
+            b_d_pairs += b_grad
+        if R.skip_heads > 0:
+            m_own = o_row[:, None] == o_row[None, :]
+            d_skip = tl.sum(tl.sum(tl.where(m_own, b_grad, 0.0), axis=1), axis=0)
+            o_skip = ((i_block * batch + i_batch).to(tl.int64) * chunks + i_chunk) * R.heads + i_head
+            tl.store(p_d_skip + o_skip, d_skip)
         b_grad *= b_pairs
-        b_log = tl.sum(b_grad, axis=0) - tl.sum(b_grad, axis=1)
-        b_weighted = (b_pairs * b_decay).to(b_d_out.dtype)
-        b_d_value = tl.dot(b_key, b_after) * b_update[:, None]
-        b_log -= tl.sum(b_d_value * b_value, axis=1)
+        if R.value_scale_heads > 0:
+            b_d_scale = tl.sum(b_grad, axis=1)
+            b_log = tl.sum(b_grad * b_scale[:, None], axis=0) - b_d_scale * b_scale
+            b_pairs *= b_scale[:, None]
+        else:
+            b_log = tl.sum(b_grad, axis=0) - tl.sum(b_grad, axis=1)
+        b_pairs *= b_decay
+        if R.skip_heads > 0:
+            b_pairs += tl.where(m_own, skip_of(p_skip, i_batch, i_head, R), 0.0)  # the output takes as much of its own value
+        b_weighted = b_pairs.to(b_d_out.dtype)
+        b_d_value = tl.dot(b_key, b_after)
+        if R.value_scale_heads > 0:
+            b_product = tl.sum(b_d_value * b_value, axis=1)
+            p_row = row_of(p_d_scale, i_block * batch.to(tl.int64) * length + i_token, i_head, R.heads, CHUNK, R)
+            tl.store(p_row, b_d_scale + b_product * b_update, mask=o_row < rows)
+            b_d_value *= b_weight[:, None]
+            b_log -= b_product * b_weight
+        else:
+            b_d_value *= b_update[:, None]
+            b_log -= tl.sum(b_d_value * b_value, axis=1)
         tl.store(p_log + o_log, b_log)
         b_d_value = tl.dot(b_weighted, b_d_out, b_d_value)
         store_tile(p_d_value, b_d_value, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)

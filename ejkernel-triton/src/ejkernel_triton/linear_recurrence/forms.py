@@ -1,4 +1,5 @@
-"""Calls that other calls are made of: with a bonus, and with value heads wider than a program holds.
+"""Calls that other calls are made of: with a bonus, with value heads wider than a program holds, and with factors of the value that
+the kernels do not take.
 
 A bonus: the query reads the state before its token, `scale q_t^T S_(t-1)`, which it would read as the query of the token before. So
 queries move by one token, outputs move back, and what the token itself gives, `scale sum(q_t bonus k_t) v_t`, is added.
@@ -15,6 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.call import named
+from ejkernel.operations.common.heads import repeat_heads
+from ejkernel.operations.common.packed import zero_outside
 from ejkernel.operations.linear_recurrence.interface import (
     LinearRecurrenceCall,
     LinearRecurrenceInputs,
@@ -155,3 +158,57 @@ def backward_with_bonus(
         if name != "cu_seqlens"
     }
     return LinearRecurrenceInputs(**gradients)
+
+
+def has_scales(call: LinearRecurrenceCall) -> bool:
+    return call.value_scale is not None or call.skip is not None
+
+
+def _without_scales(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) -> tuple[LinearRecurrenceCall, Any]:
+    """The call of the values that the state takes, and its inputs."""
+    value = _values(call, inputs)[0]
+    spec = dataclasses.replace(call.value, shape=value.shape)
+    inner = dataclasses.replace(call, value=spec, value_scale=None, skip=None)
+    return inner, inputs._replace(value=value, value_scale=None, skip=None)
+
+
+def _values(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) -> tuple[Any, Any]:
+    """The values that the state takes, and what outputs take of the value, None without a skip."""
+    value, scale = inputs.value, inputs.value_scale
+    if inputs.cu_seqlens is not None:  # before any product, whose gradient would be 0 * NaN
+        part = jnp.arange(value.shape[1], dtype=jnp.int32)[None] < inputs.cu_seqlens[:, -1:]
+        value, *scales = zero_outside(part, *(x for x in (value, scale) if x is not None))
+        scale = scales[0] if scales else None
+    heads, dtype, wide = call.heads[1], value.dtype, value.astype(jnp.float32)
+    every = repeat_heads(wide, heads // wide.shape[2], 2)
+    written, skipped = wide, None
+    if scale is not None:
+        written = every * repeat_heads(scale.astype(jnp.float32), heads // scale.shape[2], 2)[..., None]
+    if inputs.skip is not None:
+        skipped = every * repeat_heads(inputs.skip.astype(jnp.float32), heads // inputs.skip.shape[1], 1)[:, None]
+    return written.astype(dtype), skipped
+
+
+def forward_around_scales(
+    run: Forward, call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: Config
+) -> LinearRecurrenceOutputs:
+    found, skipped = run(*_without_scales(call, inputs), config), _values(call, inputs)[1]
+    if skipped is None:
+        return found
+    return found._replace(out=(found.out.astype(jnp.float32) + skipped).astype(found.out.dtype))
+
+
+def backward_around_scales(
+    run: Backward,
+    call: LinearRecurrenceCall,
+    inputs: LinearRecurrenceInputs,
+    outputs: LinearRecurrenceOutputs,
+    cotangents: LinearRecurrenceOutputs,
+    config: Config,
+) -> LinearRecurrenceInputs:
+    found = run(*_without_scales(call, inputs), outputs, cotangents, config)
+    names = ("value", "value_scale", "skip")
+    given = {name: array for name, array in named(inputs) if name in names}
+    (_, skipped), pull = jax.vjp(lambda given: _values(call, inputs._replace(**given)), given)
+    d_skipped = None if skipped is None else cotangents.out.astype(jnp.float32)
+    return found._replace(**pull((found.value, d_skipped))[0])

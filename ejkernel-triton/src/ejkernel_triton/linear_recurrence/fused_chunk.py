@@ -25,6 +25,7 @@ from ejkernel_triton.linear_recurrence.tiles import (
     hi_plus_lo,
     level_decays,
     level_pairs,
+    load_scales,
     load_tile,
     log_tile,
     middle_logs,
@@ -33,6 +34,7 @@ from ejkernel_triton.linear_recurrence.tiles import (
     scalar_logs,
     segment_of,
     select_sums,
+    skip_of,
     state_of,
     store_tile,
     suffix_decays,
@@ -72,6 +74,8 @@ def fused_chunk_kernel(
     p_query,
     p_key,
     p_value,
+    p_scale,
+    p_skip,
     p_hi,
     p_lo,
     p_gamma,
@@ -146,6 +150,8 @@ def fused_chunk_kernel(
             if R.decay == "scalar":
                 b_carry = tl.sum(b_carry, axis=0)
 
+        if R.skip_heads > 0:
+            skip = skip_of(p_skip, i_batch, i_head, R)
         if TRANSPOSED:
             b_state = tl.trans(b_state)
         for i_step in range(chunks):
@@ -164,6 +170,8 @@ def fused_chunk_kernel(
             b_value = load_tile(
                 p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
             )
+            if R.value_scale_heads > 0:
+                b_scale = load_scales(p_scale, i_token, i_head, rows, CHUNK, FULL_CHUNKS, R)
 
             if R.decay == "scalar":
                 b_hi, b_lo, hi, lo = scalar_logs(
@@ -183,6 +191,8 @@ def fused_chunk_kernel(
                 b_out = dot(b_state, tl.trans(b_query), R)  # [BLOCK_V, CHUNK]
                 if R.decay == "scalar":
                     b_read, b_update = edge_decays(b_hi, b_lo, hi, lo, R)
+                    if R.value_scale_heads > 0:
+                        b_update *= b_scale
                     b_scores = weighted_scores(b_scores, b_hi, b_lo, CHUNK, R, not R.back)
                     b_out *= (b_read * R.read_scale)[None, :]
                     b_state *= tl.exp2(hi_plus_lo(hi, lo, R))
@@ -190,7 +200,12 @@ def fused_chunk_kernel(
                 else:
                     b_scores = weighted_scores(b_scores, 0.0, 0.0, CHUNK, R, not R.back)
                     b_out *= R.read_scale
-                    b_weighted = (b_value.to(tl.float32) * R.update_scale).to(b_value.dtype)
+                    b_weighted = b_value.to(tl.float32) * R.update_scale
+                    if R.value_scale_heads > 0:
+                        b_weighted *= b_scale[:, None]
+                    b_weighted = b_weighted.to(b_value.dtype)
+                if R.value_scale_heads > 0:
+                    b_scores *= b_scale[:, None]
                 b_out += dot(tl.trans(b_value), b_scores, R)
                 b_out = tl.trans(b_out)
                 b_state = tl.dot(tl.trans(b_weighted), b_key, b_state, input_precision=R.precision)
@@ -200,6 +215,9 @@ def fused_chunk_kernel(
                 if R.decay == "scalar":
                     b_read, b_update = edge_decays(b_hi, b_lo, hi, lo, R)
                     b_scores = weighted_scores(b_scores, b_hi, b_lo, CHUNK, R, R.back)
+                    if R.value_scale_heads > 0:
+                        b_update *= b_scale
+                        b_scores *= b_scale[None, :]
                     b_out *= (b_read * R.read_scale)[:, None]
                     b_out += dot(b_scores, b_value, R)
                     b_state *= tl.exp2(hi_plus_lo(hi, lo, R))
@@ -235,12 +253,18 @@ def fused_chunk_kernel(
                 else:
                     if R.read_scale != 1.0:
                         b_out *= R.read_scale
-                    b_out += dot(weighted_scores(b_scores, 0.0, 0.0, CHUNK, R, R.back), b_value, R)
+                    b_scores = weighted_scores(b_scores, 0.0, 0.0, CHUNK, R, R.back)
                     b_weighted = b_value
+                    if R.value_scale_heads > 0:
+                        b_scores *= b_scale[None, :]
+                        b_weighted = (b_value * b_scale[:, None]).to(b_value.dtype)
+                    b_out += dot(b_scores, b_value, R)
                     if R.update_scale != 1.0:
                         b_weighted = (b_value.to(tl.float32) * R.update_scale).to(b_value.dtype)
                 b_state = tl.dot(tl.trans(b_key), b_weighted, b_state, input_precision=R.precision)
 
+            if R.skip_heads > 0:
+                b_out += b_value * skip
             b_sum_out = b_out
             if MEMBERS > 1:
                 earlier = tl.where(i_member > 0, stored, 0)

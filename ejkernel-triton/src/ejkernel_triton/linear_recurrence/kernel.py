@@ -99,6 +99,7 @@ class _Problem:
         self.heads = call.heads[1]
         self.params = forward_params(call)
         self.logs = _channel_logs(call, inputs)
+        self.scale, self.skip = (inputs.query if x is None else x for x in (inputs.value_scale, inputs.skip))
         self.whole = call.cu_seqlens is None and bool(config.chunk_size) and self.length % config.chunk_size == 0
 
     @property
@@ -173,7 +174,7 @@ class _Problem:
         logs = shape[:4] if params.decay == "key" else shape[:3] if params.decay == "scalar" else (1,)
         own, log = call_kernel(
             segment_states_kernel,
-            (key, value, *prepared[4:], prepared.totals, *self.numbers(cut)),
+            (key, value, self.scale, *prepared[4:], prepared.totals, *self.numbers(cut)),
             ((shape, jnp.float32), (logs, jnp.float32)),
             grid=self.batch * cut.number * self.heads * self.blocks(params),
             **self.tiles(params, cut, self.config),
@@ -251,8 +252,8 @@ class _Problem:
         return call_kernel(
             fused_chunk_kernel,
             (
-                *(*arrays, *prepared[4:], self.logs, prepared.scores, prepared.totals, query if update is None else update),
-                query if before is None else before,
+                *(*arrays, self.scale, self.skip, *prepared[4:], self.logs, prepared.scores, prepared.totals),
+                *(query if x is None else x for x in (update, before)),
                 *(*given, *self.numbers(cut)),
             ),
             (
@@ -299,7 +300,7 @@ class _Problem:
         return call_kernel(
             chunk_states_kernel,
             (
-                *(key, value, *prepared[4:], value if initial is None else initial),
+                *(key, value, self.scale, *prepared[4:], value if initial is None else initial),
                 *((value, value) if others is None else others),
                 self.length,
             ),
@@ -360,8 +361,9 @@ class _Problem:
 
     def chunk_gradients(
         self, d_out: Any, from_states: list[Any], d_states: list[Any], cut: _Segments, prepared: _Prepared
-    ) -> tuple[Any, Any, Any, Any]:
-        """The gradients of query, key `[b, t, parts, d]` and value, and of log decays `[1, b, t, H]`."""
+    ) -> tuple[list[Any], Any]:
+        """The gradients of query, key `[b, t, parts, d]`, value, value_scale `[blocks, b, t, H]` and skip `[blocks, b, chunks, H]`;
+        and of log decays `[1, b, t, H]`."""
         inputs, params, chunk = self.inputs, self.params, self.config.chunk_size
         tokens = self.batch, self.length
         parts, logs, tiles = self.chunk_sums(cut)
@@ -370,14 +372,21 @@ class _Problem:
         def dtype(given: Any, heads: int) -> Any:
             return given.dtype if given.shape[2] == heads else jnp.float32
 
-        d_query, d_key, d_value, rest = call_kernel(
+        scales = (self.blocks(params), *tokens, self.heads) if params.value_scale_heads else (1,)
+        skips = (self.blocks(params), self.batch, cut.size // chunk, self.heads) if params.skip_heads else (1,)
+        *gradients, rest, d_scale, d_skip = call_kernel(
             key_gradients_kernel,
-            (inputs.query, inputs.key, inputs.value, d_out, *prepared[4:], d_states[0], from_states[0], self.length),
+            (
+                *(inputs.query, inputs.key, inputs.value, self.scale, self.skip, d_out),
+                *(*prepared[4:], d_states[0], from_states[0], self.length),
+            ),
             (
                 (sums, dtype(inputs.query, parts)),
                 (sums, dtype(inputs.key, parts)),
                 (channels, dtype(inputs.value, self.heads)),
                 logs,
+                (scales, jnp.float32),
+                (skips, jnp.float32),
             ),
             **tiles,
         )
@@ -395,7 +404,7 @@ class _Problem:
             BLOCKS=self.blocks(params),
             CARRIES=d_states[2].shape[3],
         )[0]
-        return d_query, d_key, d_value, d_logs
+        return [*gradients, d_scale, d_skip], d_logs
 
     def step_by_step(self, cut: _Segments, before: Any, block: int, warps: int, *, found: Any = None) -> list[Any]:
         """Outputs, and states after segments that are wanted, token after token. Of outputs that were found, those before the first
@@ -405,7 +414,7 @@ class _Problem:
         block, repair = min(block, dot_block(params.channels)), found is not None
         final = call.return_state and not repair
         given = (
-            *(inputs.query, inputs.key, inputs.value),
+            *(inputs.query, inputs.key, inputs.value, self.scale, self.skip),
             *(inputs.query if x is None else x for x in (inputs.g, inputs.g_gamma)),
             self.logs,
             *(inputs.query if x is None else x for x in (inputs.bonus, before, found)),
@@ -477,6 +486,8 @@ def _zero_size(call: LinearRecurrenceCall) -> bool:
 def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: Config) -> LinearRecurrenceOutputs:
     if _zero_size(call):
         return _zero_outputs(call, inputs)
+    if forms.has_scales(call) and not _takes_scales(call):
+        return forms.forward_around_scales(forward, call, inputs, config)
     if not config.chunk_size:
         problem = _Problem(call, inputs, config)
         cut = problem.segments(-(-problem.length // MIN_DOT_SIZE) * MIN_DOT_SIZE)
@@ -507,6 +518,12 @@ def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: 
     if length > 1:
         out, _ = problem.step_by_step(cut, before, _REPAIR_BLOCK, 4, found=out)
     return LinearRecurrenceOutputs(out, (found[1] if fused else final) if call.return_state else None)
+
+
+def _takes_scales(call: LinearRecurrenceCall) -> bool:
+    """Whether the kernels take value_scale and skip, which is then of whole heads."""
+    per_head = call.skip is None or call.skip.shape[2] == 1
+    return per_head and call.gk is None and call.bonus is None and call.value.shape[3] <= WIDEST_VALUE
 
 
 def _segment_of(config: Config) -> int:
@@ -542,13 +559,16 @@ def backward(
         return pulled_with_key_first(
             call, inputs, cotangents, lambda call, inputs, cotangents: backward(call, inputs, outputs, cotangents, config)
         )
+    stored = config.store_states and can_store_states(call)
+    if forms.has_scales(call) and not (stored and _takes_scales(call)):
+        return forms.backward_around_scales(backward, call, inputs, outputs, cotangents, config)
     if call.bonus is not None:
         return forms.backward_with_bonus(backward, call, inputs, outputs, cotangents, config)
     if call.value.shape[3] > WIDEST_VALUE:
         return forms.backward_in_parts(backward, call, inputs, outputs, cotangents, config)
     problem = _Problem(call, inputs, config)
     d_out = cotangents.out
-    if config.store_states and can_store_states(call):
+    if stored:
         return _gradients_of_chunks(problem, d_out, d_final)
     cut = problem.segments(
         min(config.segment_size or _segment_of(config), -(-problem.length // config.chunk_size) * config.chunk_size)
@@ -600,19 +620,20 @@ def _gradients_of_chunks(problem: _Problem, d_out: Any, d_final: Any) -> LinearR
     d_states = problem.chunk_states(
         value_gradient_params(params), queries, cut, prepared, initial=d_last, segment=segment, others=others
     )
-    *gradients, d_logs = problem.chunk_gradients(d_out, from_states, d_states, cut, prepared)
+    gradients, d_logs = problem.chunk_gradients(d_out, from_states, d_states, cut, prepared)
     return _gradients(problem, gradients, d_logs, d_states[1])
 
 
 def _gradients(problem: _Problem, gradients: Iterable[Any], d_logs: Any, d_initial: Any) -> LinearRecurrenceInputs:
-    """Those of the inputs, from those of query, key and value, of log decays, and of the first states."""
+    """Those of the inputs, from those of query, key, value and perhaps factors, of log decays, and of the first states."""
     inputs = problem.inputs
-    d_query, d_key, d_value = gradients
+    d_query, d_key, d_value, *d_scales = gradients
     return LinearRecurrenceInputs(
         query=_shared(d_query, inputs.query, 2),
         key=_shared(d_key, inputs.key, 2),
         value=_shared(d_value, inputs.value, 2),
         **_decay_gradients(problem, d_logs),
+        **_scale_gradients(inputs, *d_scales),
         initial_state=None if inputs.initial_state is None else d_initial.astype(inputs.initial_state.dtype),
     )
 
@@ -630,11 +651,24 @@ def _decay_gradients(problem: _Problem, d_logs: Any) -> dict[str, Any]:
     if inputs.g is not None:
         found["g"] = _shared(per_head, inputs.g, 2)
     if inputs.g_gamma is not None:
-        total = jnp.sum(per_head, axis=1)
-        if inputs.g_gamma.shape[0] == 1:
-            total = jnp.sum(total, axis=0, keepdims=True)
-        found["g_gamma"] = _shared(total, inputs.g_gamma, 1)
+        found["g_gamma"] = _shared(_of_rows(jnp.sum(per_head, axis=1), inputs.g_gamma), inputs.g_gamma, 1)
     return found
+
+
+def _scale_gradients(inputs: LinearRecurrenceInputs, d_scale: Any = None, d_skip: Any = None) -> dict[str, Any]:
+    """The gradients of value_scale and skip from those of blocks `[blocks, b, t, H]` and of chunks, `[blocks, b, chunks, H]`."""
+    found = {}
+    if inputs.value_scale is not None:
+        found["value_scale"] = _shared(jnp.sum(d_scale, axis=0), inputs.value_scale, 2)
+    if inputs.skip is not None:
+        total = jnp.sum(d_skip, axis=(0, 2))[..., None]
+        found["skip"] = _shared(_of_rows(total, inputs.skip), inputs.skip, 1)
+    return found
+
+
+def _of_rows(gradient: Any, like: Any) -> Any:
+    """The gradient of every batch member, summed if they share one row."""
+    return jnp.sum(gradient, axis=0, keepdims=True) if like.shape[0] == 1 else gradient
 
 
 def _shared(gradient: Any, like: Any, axis: int) -> Any:

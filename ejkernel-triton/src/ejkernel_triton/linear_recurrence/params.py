@@ -27,6 +27,9 @@ class RecurrenceParams:
         g_heads, gamma_heads: of g and g_gamma; 0 if absent.
         gamma_batch: whether g_gamma has a row per batch member.
         gk_heads: of the decays per channel; 0 if absent.
+        value_scale_heads: of the factors of the values that states take; 0 if absent.
+        skip_heads, skip_batch: of how much of the value itself outputs take, 0 if absent, and whether it has a row per batch
+            member.
         exact_logs: whether bfloat16 MMA operands represent the decays per channel exactly.
         hi_lo: whether sums of log decays are kept as hi + lo, for more precision than bfloat16 needs.
         back: whether the recurrence runs backward in time.
@@ -50,6 +53,9 @@ class RecurrenceParams:
     gamma_heads: int
     gamma_batch: bool
     gk_heads: int
+    value_scale_heads: int
+    skip_heads: int
+    skip_batch: bool
     exact_logs: bool
     hi_lo: bool
     back: bool
@@ -74,7 +80,7 @@ def forward_params(call: LinearRecurrenceCall) -> RecurrenceParams:
     """The recurrence of the forward phase."""
     per_channel = call.gk is not None
     scalar = call.g is not None or call.g_gamma is not None
-    gamma = call.g_gamma
+    gamma, skip = call.g_gamma, call.skip
     logs = None if call.gk is None else "float32" if scalar else call.gk.dtype
     return RecurrenceParams(
         heads=call.heads[1],
@@ -89,6 +95,9 @@ def forward_params(call: LinearRecurrenceCall) -> RecurrenceParams:
         gamma_heads=0 if per_channel or gamma is None else gamma.shape[1],
         gamma_batch=gamma is not None and gamma.shape[0] > 1,
         gk_heads=0 if call.gk is None else call.heads[1] if scalar else call.gk.shape[2],
+        value_scale_heads=0 if call.value_scale is None else call.value_scale.shape[2],
+        skip_heads=0 if skip is None else skip.shape[1],
+        skip_batch=skip is not None and skip.shape[0] > 1,
         exact_logs=logs == "bfloat16",
         hi_lo=call.query.dtype != "bfloat16",
         back=False,
@@ -142,6 +151,8 @@ def value_gradient_params(params: RecurrenceParams) -> RecurrenceParams:
         key_heads=params.query_heads,
         value_heads=params.heads,
         own_heads=params.value_heads,
+        value_scale_heads=0,
+        skip_heads=0,
         back=True,
         read_scale=1.0,
         update_scale=params.scale,

@@ -12,7 +12,7 @@ segment walked token after token.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.linear_recurrence.tiles import MIN_LOG, gamma_of, load_vector, segment_of, state_of, vector_at
+from ejkernel_triton.linear_recurrence.tiles import MIN_LOG, gamma_of, load_vector, segment_of, skip_of, state_of, vector_at
 
 
 @triton.jit
@@ -27,6 +27,8 @@ def recurrent_kernel(
     p_query,
     p_key,
     p_value,
+    p_scale,
+    p_skip,
     p_g,
     p_gamma,
     p_gk,
@@ -78,11 +80,18 @@ def recurrent_kernel(
         b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
         if BEFORE:
             b_state = tl.load(p_tile, mask=m_tile, other=0.0).to(tl.float32)
+        if R.skip_heads > 0:
+            skip = skip_of(p_skip, i_batch, i_head, R)
         for i_step in range(count):
             i_token = i_first + i_step * step
             b_query = load_vector(p_query, i_token, i_head, 0, R.query_heads, R.width, BLOCK_K, R) * R.scale
             b_key = load_vector(p_key, i_token, i_head, 0, R.key_heads, R.width, BLOCK_K, R)
             b_value = load_vector(p_value, i_token, i_head, i_column, R.value_heads, R.channels, BLOCK_V, R)
+            if R.skip_heads > 0:
+                b_skipped = skip * b_value
+            if R.value_scale_heads > 0:
+                p_factor = p_scale + i_token * R.value_scale_heads + i_head // (R.heads // R.value_scale_heads)
+                b_value *= tl.load(p_factor).to(tl.float32)
             if BONUS_HEADS > 0:
                 i_row = i_batch if BONUS_BATCH else 0
                 b_bonus = load_vector(p_bonus, i_row, i_head, 0, BONUS_HEADS, R.width, BLOCK_K, R)
@@ -100,6 +109,8 @@ def recurrent_kernel(
             b_state += b_key[:, None] * b_value[None, :]
             if BONUS_HEADS == 0:
                 b_out = tl.sum(b_state * b_query[:, None], axis=0)
+            if R.skip_heads > 0:
+                b_out += b_skipped
             p_row, m_row = vector_at(p_out, i_token, i_head, i_column, R.heads, R.channels, BLOCK_V, R)
             tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=m_row)
         if FINAL:

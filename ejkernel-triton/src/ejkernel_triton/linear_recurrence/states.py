@@ -9,6 +9,7 @@ import triton.language as tl
 from ejkernel_triton.linear_recurrence.tiles import (
     edge_decays,
     hi_plus_lo,
+    load_scales,
     load_tile,
     log2_decays,
     scalar_logs,
@@ -73,6 +74,7 @@ def sums_kernel(
 def segment_states_kernel(
     p_key,
     p_value,
+    p_scale,
     p_hi,
     p_lo,
     p_gamma,
@@ -123,11 +125,15 @@ def segment_states_kernel(
             i_token = i_first + i_position
         b_key = load_tile(p_key, i_token, i_head, 0, rows, R.key_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
         b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
+        if R.value_scale_heads > 0:
+            b_scale = load_scales(p_scale, i_token, i_head, rows, CHUNK, FULL_CHUNKS, R)
         if R.decay == "scalar":
             b_hi, b_lo, hi, lo = scalar_logs(
                 p_hi, p_lo, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, FULL_CHUNKS, R
             )
             b_weight = edge_decays(b_hi, b_lo, hi, lo, R)[1]
+            if R.value_scale_heads > 0:
+                b_weight *= b_scale
             b_value = (b_value * (b_weight * R.update_scale)[:, None]).to(b_key.dtype)
             b_sum = hi_plus_lo(hi, lo, R)
             b_state *= tl.exp2(b_sum)
@@ -136,6 +142,8 @@ def segment_states_kernel(
             b_sum = totals_of(p_totals, o_sums + i_position, 0, rows, CHUNK, R.width, BLOCK_K)
             b_state *= tl.exp2(b_sum)[:, None]
             b_total += b_sum
+        elif R.value_scale_heads > 0:
+            b_value = (b_value * b_scale[:, None]).to(b_key.dtype)
         elif R.update_scale != 1.0:
             b_value = (b_value.to(tl.float32) * R.update_scale).to(b_key.dtype)
         b_state = tl.dot(tl.trans(b_key), b_value, b_state, input_precision=R.precision)

@@ -118,6 +118,26 @@ def row_of(p, i_token, i_head, HEADS: tl.constexpr, CHUNK: tl.constexpr, R: tl.c
 
 
 @triton.jit
+def load_scales(p_scale, i_token, i_head, rows, CHUNK: tl.constexpr, FULL_CHUNKS: tl.constexpr, R: tl.constexpr):
+    """Factors of the values of a chunk `[CHUNK]`, in float32; 0 from `rows` on."""
+    p_row = row_of(p_scale, i_token, i_head, R.value_scale_heads, CHUNK, R)
+    if FULL_CHUNKS:
+        b_scale = tl.load(p_row)
+    else:
+        b_scale = tl.load(p_row, mask=tl.arange(0, CHUNK) < rows, other=0.0)
+    return b_scale.to(tl.float32)
+
+
+@triton.jit
+def skip_of(p_skip, i_batch, i_head, R: tl.constexpr):
+    """How much of the value itself the outputs of a head take."""
+    p_skip += i_head // (R.heads // R.skip_heads)
+    if R.skip_batch:
+        p_skip += i_batch * R.skip_heads
+    return tl.load(p_skip).to(tl.float32)
+
+
+@triton.jit
 def vector_at(p, i_token, i_head, i_column, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr):
     """Pointers to channels of one head of a token, from `[tokens, HEADS, SIZE]`, and which of them exist, `[BLOCK]`."""
     o_column = i_column + tl.arange(0, BLOCK)

@@ -26,7 +26,8 @@ from ejkernel_xla._numerics import dot_precision, finite, first_nonfinite, nan_w
 
 
 class Tokens(NamedTuple):
-    """The arrays of a chunk: query, key, value `[x,i,k,r,c]`, g `[x,i,k,r]`, gk and gv `[x,i,k,r,c]`."""
+    """The arrays of a chunk: query, key, value `[x,i,k,r,c]`, g `[x,i,k,r]`, gk and gv `[x,i,k,r,c]`, value_scale
+    `[x,i,k,r]`, which `Chunk` finds in the value."""
 
     query: Any
     key: Any
@@ -34,13 +35,15 @@ class Tokens(NamedTuple):
     g: Any = None
     gk: Any = None
     gv: Any = None
+    value_scale: Any = None
 
 
 class Shared(NamedTuple):
-    """What all tokens share: g_gamma `[x,k,r]`, bonus `[x,k,r,d]`."""
+    """What all tokens share: g_gamma `[x,k,r]`, bonus `[x,k,r,d]`, skip `[x,k,r,1 or v]`."""
 
     g_gamma: Any = None
     bonus: Any = None
+    skip: Any = None
 
 
 class _Logs(NamedTuple):
@@ -193,7 +196,7 @@ class Chunk:
 def _finite(tokens: Tokens) -> tuple[Tokens, _Nonfinite]:
     """NaN-safe path: what enters matmuls over the tokens of a chunk is finite, since 0 * NaN would spread to earlier tokens. NaN is
     added to what comes after. A query reaches its own token only."""
-    key, value, g, gk, gv = tokens[1:]
+    key, value, g, gk, gv = tokens[1:6]
     rows, columns = first_nonfinite(key, 1, of_all_channels=False), first_nonfinite(value, 1, of_all_channels=False)
     if g is not None:
         rows = jnp.minimum(rows, first_nonfinite(g[..., None], 1, of_all_channels=False))

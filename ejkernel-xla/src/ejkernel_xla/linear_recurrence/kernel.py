@@ -34,7 +34,7 @@ class _Problem:
         self.chunks = ChunkLoop(self.batch, length, size, bounds=inputs.cu_seqlens, reverse=call.reverse)
         self.chunk = (TokenByToken if config.token_by_token and size > 1 else Chunk)(call, size, block)
         self.tokens = Tokens(*(self.chunks.prepare(self.grouped(getattr(inputs, name), 2)) for name in Tokens._fields))
-        shared = Shared(self.grouped(inputs.g_gamma, 1), self.grouped(inputs.bonus, 1))
+        shared = Shared(*(self.grouped(getattr(inputs, name), 1) for name in Shared._fields))
         shared = jax.tree.map(lambda array: array.astype(self.dtype), shared)
         self.shared = shared if shared.g_gamma is None else shared._replace(g_gamma=finite_logs(shared.g_gamma))
         self.initial = self._initial()
@@ -49,7 +49,7 @@ class _Problem:
         given = self.inputs.initial_state
         if given is not None:
             return self.grouped(given, 2).astype(self.dtype)
-        per_head = [spec.shape[2] for spec in (self.call.key, self.call.value, self.call.g, self.call.gk, self.call.gv) if spec]
+        per_head = [spec.shape[2] for name, spec in _specs(self.call) if name != "query" and spec is not None]
         if self.call.g_gamma is not None:
             per_head.append(self.call.g_gamma.shape[1])
         shape = (self.batch, self.call.sequences, self.fewest, max(per_head) // self.fewest)
@@ -66,6 +66,15 @@ class _Problem:
         tokens = jax.tree.map(clean, self.tokens)
         logs = {name: getattr(tokens, name) for name in ("g", "gk", "gv")}
         return tokens._replace(**{name: None if array is None else finite_logs(array) for name, array in logs.items()})
+
+    def run(self, state: Any, tokens: Tokens, shared: Shared, valid: Any) -> tuple[Any, Any]:
+        """The state after a chunk and its outputs."""
+        state, out = self.chunk.run(state, _scaled(tokens), shared, valid)
+        return state, out if shared.skip is None else out + shared.skip[:, None] * tokens.value
+
+    def advance(self, state: Any, tokens: Tokens, valid: Any) -> Any:
+        """The state after a chunk."""
+        return self.chunk.advance(state, _scaled(tokens), self.shared, valid)
 
     def before(self, state: Any, step: Any) -> Any:
         """The state before a chunk."""
@@ -89,6 +98,13 @@ class _Problem:
         return jnp.zeros_like(self.initial[:, 0]) if self.chunks.packed else self.initial[:, 0]
 
 
+def _scaled(tokens: Tokens) -> Tokens:
+    """With the values that the state takes."""
+    if tokens.value_scale is None:
+        return tokens
+    return tokens._replace(value=tokens.value * tokens.value_scale[..., None], value_scale=None)
+
+
 def _sizes(call: LinearRecurrenceCall, config: LinearRecurrenceConfig, length: int) -> tuple[int, int]:
     """Tokens of a chunk and of a block, no more than the sequence needs."""
     if call.gk is None and call.gv is None:
@@ -110,7 +126,7 @@ def forward(
 
         def step(carry: tuple[Any, Any], index: Any) -> tuple[tuple[Any, Any], Any]:
             state, states = carry
-            state, out = problem.chunk.run(problem.before(state, index), problem.at(index), problem.shared, chunks.valid(index))
+            state, out = problem.run(problem.before(state, index), problem.at(index), problem.shared, chunks.valid(index))
             if chunks.packed and call.return_state:
                 states = chunks.write(states, state, index, at_first=False)
             return (state, states), out.astype(call.value.dtype)
@@ -160,7 +176,7 @@ def backward(
         d_rows = chunks.piece(d_out, index).astype(problem.dtype)
         d_rows = d_rows if valid is None else jnp.where(valid[:, :, None, None, None], d_rows, 0)
         before = jax.lax.dynamic_index_in_dim(befores, index, keepdims=False)
-        _, pull = jax.vjp(functools.partial(problem.chunk.run, valid=valid), before, problem.at(index), problem.shared)
+        _, pull = jax.vjp(functools.partial(problem.run, valid=valid), before, problem.at(index), problem.shared)
         d_state, d_tokens, d_shared = pull((d_state, d_rows))
         d_initial = carry.initial
         if chunks.packed:
@@ -187,7 +203,7 @@ def _states_between(problem: _Problem, like: Any) -> Any:
 
     def step(state: Any, index: Any) -> tuple[Any, Any]:
         before = problem.before(state, index)
-        return problem.chunk.advance(before, problem.at(index), problem.shared, chunks.valid(index)), before
+        return problem.advance(before, problem.at(index), chunks.valid(index)), before
 
     return chunks.loop(step, problem.first, like)[1]
 

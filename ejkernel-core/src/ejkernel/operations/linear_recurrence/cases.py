@@ -21,6 +21,8 @@ def arrays(
     value_heads: int | None = None,
     decays: str = "",
     bonus: bool = False,
+    value_scale: bool = False,
+    skip: str = "",
     state: bool = False,
     bounds: tuple[int, ...] | None = None,
     rate: float = 0.5,
@@ -34,6 +36,8 @@ def arrays(
     Args:
         heads: of key, and of the others unless they say otherwise.
         decays: which log decays there are, of `"g gamma gk gv"`.
+        value_scale: factors of the values, some of them 0 or below.
+        skip: whether outputs take the value itself, by "head" or "channel".
         state: with an initial state.
         bounds: cumulative lengths; tokens past the last one hold NaN.
         rate: log decays are `-rate |normal|`.
@@ -52,9 +56,11 @@ def arrays(
         "gk": (batch, length, heads, width),
         "gv": (batch, length, value_heads, channels),
         "bonus": (heads, width),
+        "value_scale": (batch, length, most),
+        "skip": (most, channels) if skip == "channel" else (most,),
         "initial_state": (batch if bounds is None else len(bounds) - 1, most, width, channels),
     }
-    plain = ["query", "key", "value", *["bonus"] * bonus, *["initial_state"] * state]
+    plain = ["query", "key", "value", *["bonus"] * bonus, *["skip"] * bool(skip), *["initial_state"] * state]
 
     def decay(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
         ordinary = -rate * np.abs(rng.standard_normal(shape))
@@ -66,10 +72,13 @@ def arrays(
         if state and transposed:
             made["initial_state"] = np.ascontiguousarray(made["initial_state"].swapaxes(-1, -2))
         made.update({"g_gamma" if name == "gamma" else name: decay(rng, shapes[name]) for name in decays.split()})
+        if value_scale:
+            made["value_scale"] = np.maximum(rng.standard_normal(shapes["value_scale"]) + 0.5, -0.1).astype(np.float32)
+            made["value_scale"][:, ::7] = 0
         if garbage is not None:
             made["key"][:, garbage:], made["value"][:, garbage:] = np.nan, np.nan
         if bounds is not None:
-            for name in made.keys() & {"query", "key", "value", "g", "gk", "gv"}:
+            for name in made.keys() & {"query", "key", "value", "g", "gk", "gv", "value_scale"}:
                 made[name][:, bounds[-1] :] = np.nan
             made["cu_seqlens"] = np.array(bounds, np.int32)
         return made
@@ -92,6 +101,20 @@ CASES = (
     Case("gamma", arrays(decays="gamma"), {"precision": "highest"}),
     Case("bonus", arrays(decays="gk", bonus=True, state=True), _STATE),
     Case("bonus-every-decay", arrays(decays="g gv", bonus=True), {"reverse": True}),
+    Case("value-scale", arrays(heads=1, value_heads=4, decays="g", value_scale=True, state=True), _STATE),
+    Case("value-scale-bonus", arrays(decays="gk", bonus=True, value_scale=True, skip="head"), {"reverse": True}),
+    Case("skip", arrays(heads=1, value_heads=4, decays="g gamma", skip="head", state=True), _STATE, tags=_TRANSFORMS),
+    Case("skip-by-channel", arrays(heads=2, query_heads=4, decays="gv", value_scale=True, skip="channel"), {"scale": 2.0}),
+    Case(
+        "ssd",
+        arrays(heads=2, value_heads=4, decays="g", value_scale=True, skip="channel", state=True, transposed=True),
+        {"scale": 1.0, **_TRANSPOSED},
+    ),
+    Case(
+        "packed-ssd",
+        arrays(1, 24, 1, value_heads=4, decays="g", value_scale=True, skip="head", state=True, bounds=(0, 5, 6, 6, 20)),
+        _STATE,
+    ),
     Case("reverse", arrays(decays="gk gv", state=True), {"reverse": True, **_STATE}),
     Case("query-groups", arrays(heads=2, query_heads=4, decays="g gamma", state=True), _STATE),
     Case("query-groups-shared-state", arrays(heads=1, query_heads=3, decays="gk gv"), _STATE),
@@ -128,6 +151,8 @@ TOGGLES = {
     "gk": Toggle("gla", drop="gk"),
     "gv": Toggle("value-decay", drop="gv"),
     "bonus": Toggle("bonus", drop="bonus"),
+    "value_scale": Toggle("value-scale", drop="value_scale"),
+    "skip": Toggle("skip", drop="skip"),
     "initial_state": Toggle("gla", drop="initial_state"),
     "cu_seqlens": Toggle("packed-reset", drop="cu_seqlens"),
     "scale": Toggle("gla", {"scale": 2.0}),

@@ -21,15 +21,16 @@ from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute, check_shape
+from ejkernel.utils.tracing import is_traced
 
 
 class LinearRecurrenceInputs(NamedTuple):
     """Arrays with their canonical dims.
 
     query, key `[b, t, h, d]`, value `[b, t, h, v]`; log decays g `[b, t, h]`, g_gamma `[1 or b, h]`, gk `[b, t, h, d]`,
-    gv `[b, t, h, v]`; bonus `[1 or b, h, d]`; initial_state `[b, n, H, d, v]`, or `[b, n, H, v, d]` with transposed_state;
-    cu_seqlens int32 `[1 or b, n + 1]`, n = 1 without. The axis h has H heads, or K heads that H / K consecutive heads share; only
-    initial_state always has H.
+    gv `[b, t, h, v]`; bonus `[1 or b, h, d]`; value_scale `[b, t, h]`; skip `[1 or b, h, 1 or v]`; initial_state
+    `[b, n, H, d, v]`, or `[b, n, H, v, d]` with transposed_state; cu_seqlens int32 `[1 or b, n + 1]`, n = 1 without. The axis h
+    has H heads, or K heads that H / K consecutive heads share; only initial_state always has H.
     """
 
     query: Float[Array, "b t _ d"]
@@ -40,6 +41,8 @@ class LinearRecurrenceInputs(NamedTuple):
     gk: Float[Array, "b t _ d"] = None
     gv: Float[Array, "b t _ v"] = None
     bonus: Float[Array, "#b _ d"] = None
+    value_scale: Float[Array, "b t _"] = None
+    skip: Float[Array, "#b _ #v"] = None
     initial_state: Float[Array, "b n h _ _"] = None
     cu_seqlens: Int32[Array, "#b boundaries"] = None
 
@@ -57,7 +60,7 @@ class LinearRecurrenceCall(Call):
     """Static facts.
 
     Attributes:
-        scale: factor of the output.
+        scale: factor of what is read from the state.
         reverse: every sequence runs from its last token to its first.
         return_state: final_state is wanted.
         transposed_state: states are `[b, n, H, v, d]`, as state-space models keep them.
@@ -72,6 +75,8 @@ class LinearRecurrenceCall(Call):
     gk: ArraySpec | None = None
     gv: ArraySpec | None = None
     bonus: ArraySpec | None = None
+    value_scale: ArraySpec | None = None
+    skip: ArraySpec | None = None
     initial_state: ArraySpec | None = None
     cu_seqlens: ArraySpec | None = None
     scale: float = 1.0
@@ -105,7 +110,8 @@ class LinearRecurrenceCall(Call):
 class LinearRecurrence(Operation):
     """`S_t = exp(g_t + g_gamma) diag(exp gk_t) S_(t-1) diag(exp gv_t) + k_t v_t^T`, `o_t = scale S_t^T q_t`.
 
-    With a bonus, `o_t = scale (S_(t-1) + diag(bonus) k_t v_t^T)^T q_t`. States are float32. Tokens outside of every sequence
+    With a bonus, `o_t = scale (S_(t-1) + diag(bonus) k_t v_t^T)^T q_t`. With a value_scale, `value_scale_t v_t` takes the place
+    of v_t there; a skip adds `skip v_t` to o_t, v_t without the value_scale. States are float32. Tokens outside of every sequence
     take no part, whatever they hold: their outputs and gradients are 0.
     """
 
@@ -113,7 +119,7 @@ class LinearRecurrence(Operation):
     Call = LinearRecurrenceCall
     Inputs = LinearRecurrenceInputs
     Outputs = LinearRecurrenceOutputs
-    differentiable = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "bonus", "initial_state")
+    differentiable = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "bonus", "value_scale", "skip", "initial_state")
     shardable = ("b", "h")
     traceable = ("scale",)
 
@@ -127,6 +133,8 @@ class LinearRecurrence(Operation):
         gk: Any = None,
         gv: Any = None,
         bonus: Any = None,
+        value_scale: Any = None,
+        skip: Any = None,
         initial_state: Any = None,
         cu_seqlens: Any = None,
         *,
@@ -139,7 +147,9 @@ class LinearRecurrence(Operation):
         """Check and bring the state to `[B, n, H, D, V]`, or `[B, n, H, V, D]` with transposed_state.
 
         Arguments as in `ejkernel.recurrent_attention`; scale is its softmax_scale. bonus: weight of the token itself `[heads,D]`;
-        None: the state after the token is read. Every array has H or K heads, the most and the fewest of query, key and value.
+        None: the state after the token is read. value_scale `[B,T,heads]`: factor of the value, as the step size of a state-space
+        model. skip `[heads]` or `[heads,V]`: how much of the value itself the output takes; beside it scale is not traced. Every
+        array has H or K heads, the most and the fewest of query, key and value.
         """
         for name, flag in (("reverse", reverse), ("return_state", return_state), ("transposed_state", transposed_state)):
             if not isinstance(flag, bool):
@@ -151,11 +161,11 @@ class LinearRecurrence(Operation):
         _check_like_query("value", value, query, channels=False)
         heads = _check_heads(query, key, value)
         channels = value.shape[3]
-        leading = {"g": (), "gk": (width,), "gv": (channels,)}
-        for name, array in (("g", g), ("gk", gk), ("gv", gv)):
+        trailing = {"g": (), "gk": (width,), "gv": (channels,), "value_scale": ()}
+        for name, array in (("g", g), ("gk", gk), ("gv", gv), ("value_scale", value_scale)):
             if array is not None:
-                check_compute(name, array, ndim=3 + len(leading[name]))
-                _check_shared(name, array, (batch, length), heads, leading[name])
+                check_compute(name, array, ndim=3 + len(trailing[name]))
+                _check_shared(name, array, (batch, length), heads, trailing[name])
         if g_gamma is not None:
             check_compute("g_gamma", g_gamma)
             if g_gamma.ndim == 1:
@@ -164,6 +174,12 @@ class LinearRecurrence(Operation):
         if bonus is not None:
             check_compute("bonus", bonus, ndim=2)
             _check_shared("bonus", bonus, (), heads, (width,))
+        if skip is not None:
+            check_compute("skip", skip)
+            _check_shared("skip", skip, (), heads, (channels,) if skip.ndim == 2 else ())
+            if is_traced(scale):
+                remedy = "multiply the query, or add skip times value to the output"
+                raise invalid("scale", "a traced number", "a concrete one beside skip", remedy=remedy)
         if cu_seqlens is not None:
             check_packed(cu_seqlens, "query", batch)
         if initial_state is not None:
@@ -182,6 +198,8 @@ class LinearRecurrence(Operation):
             gk,
             gv,
             None if bonus is None else bonus[None],
+            value_scale,
+            None if skip is None else skip.reshape(1, skip.shape[0], channels if skip.ndim == 2 else 1),
             None if initial_state is None else initial_state[None] if packed else initial_state[:, None],
             as_bounds(cu_seqlens) if packed else None,
         )
@@ -228,6 +246,8 @@ class LinearRecurrence(Operation):
             "gk": "b t h d",
             "gv": "b t h v",
             "bonus": "b? h d",
+            "value_scale": "b t h",
+            "skip": "b? h v?",
             "initial_state": state,
             "cu_seqlens": "b? s",
             "out": "b t h v",

@@ -32,9 +32,9 @@ def _every_head(array: Any, axis: int, heads: int) -> Any:
 
 def _expanded(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) -> LinearRecurrenceInputs:
     """All arrays with H heads."""
-    axes = {"g_gamma": 1, "bonus": 1}
+    axes = {"g_gamma": 1, "bonus": 1, "skip": 1}
     heads = call.heads[1]
-    fields = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "bonus")
+    fields = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "bonus", "value_scale", "skip")
     return inputs._replace(**{name: _every_head(getattr(inputs, name), axes.get(name, 2), heads) for name in fields})
 
 
@@ -56,6 +56,11 @@ def _bonus(x: LinearRecurrenceInputs, row: int) -> Any:
     return None if x.bonus is None else x.bonus[row % len(x.bonus)]
 
 
+def _written(x: LinearRecurrenceInputs, row: int, t: int) -> Any:
+    """The value that the state takes `[H, v]`."""
+    return x.value[row, t] if x.value_scale is None else x.value_scale[row, t][:, None] * x.value[row, t]
+
+
 def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) -> LinearRecurrenceOutputs:
     if call.transposed_state:
         return with_key_first(call, inputs, forward)
@@ -66,10 +71,12 @@ def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) -> Linea
     for row, index, tokens in _sequences(call, inputs):
         state = final[row, index] if x.initial_state is None else x.initial_state[row, index]
         for t in tokens:
-            before, outer = state, x.key[row, t][:, :, None] * x.value[row, t][:, None, :]
+            before, outer = state, x.key[row, t][:, :, None] * _written(x, row, t)[:, None, :]
             state = _decay(x, row, t) * before + outer
             seen = state if x.bonus is None else before + _bonus(x, row)[:, :, None] * outer
             out[row, t] = call.scale * np.einsum("hd,hdv->hv", x.query[row, t], seen)
+            if x.skip is not None:
+                out[row, t] += x.skip[row % len(x.skip)] * x.value[row, t]
         final[row, index] = state
     return LinearRecurrenceOutputs(out, final if call.return_state else None)
 
@@ -89,7 +96,7 @@ def backward(
     for row, index, tokens in _sequences(call, inputs):
         states = [np.zeros(_state_shape(x)) if x.initial_state is None else x.initial_state[row, index]]
         for t in tokens:
-            states.append(_decay(x, row, t) * states[-1] + x.key[row, t][:, :, None] * x.value[row, t][:, None, :])
+            states.append(_decay(x, row, t) * states[-1] + x.key[row, t][:, :, None] * _written(x, row, t)[:, None, :])
         d_state = np.zeros(_state_shape(x)) if cotangents.final_state is None else cotangents.final_state[row, index]
         for step in reversed(range(len(tokens))):
             d_state = _pull_token(call, x, grads, cotangents.out, row, tokens[step], states[step], states[step + 1], d_state)
@@ -105,7 +112,7 @@ def _state_shape(x: LinearRecurrenceInputs) -> tuple[int, int, int]:
 
 def _pull_token(call: Any, x: Any, grads: Any, d_out: Any, row: int, t: int, before: Any, after: Any, d_state: Any) -> Any:
     """Add the gradients of one token; from the gradient of the state after it, that of the state before it."""
-    q, k, v, d_o = x.query[row, t], x.key[row, t], x.value[row, t], call.scale * d_out[row, t]
+    q, k, v, d_o = x.query[row, t], x.key[row, t], _written(x, row, t), call.scale * d_out[row, t]
     d_seen = q[:, :, None] * d_o[:, None, :]
     d_before, d_outer = np.zeros_like(d_seen), np.zeros_like(d_seen)
     if x.bonus is None:
@@ -118,7 +125,15 @@ def _pull_token(call: Any, x: Any, grads: Any, d_out: Any, row: int, t: int, bef
         d_before, d_outer = d_seen, u[:, :, None] * d_seen
     d_outer = d_outer + d_state
     grads["key"][row, t] = np.einsum("hdv,hv->hd", d_outer, v)
-    grads["value"][row, t] = np.einsum("hdv,hd->hv", d_outer, k)
+    d_value = np.einsum("hdv,hd->hv", d_outer, k)
+    if x.value_scale is not None:
+        grads["value_scale"][row, t] = (d_value * x.value[row, t]).sum(axis=1)
+        d_value = x.value_scale[row, t][:, None] * d_value
+    if x.skip is not None:
+        skipped = d_out[row, t] * x.value[row, t]
+        grads["skip"][row % len(x.skip)] += skipped if x.skip.shape[2] == skipped.shape[1] else skipped.sum(1, keepdims=True)
+        d_value = d_value + x.skip[row % len(x.skip)] * d_out[row, t]
+    grads["value"][row, t] = d_value
     decay = _decay(x, row, t)
     d_log = d_state * decay * before
     if x.g is not None:
@@ -134,7 +149,7 @@ def _pull_token(call: Any, x: Any, grads: Any, d_out: Any, row: int, t: int, bef
 
 def _shared(name: str, grad: Any, like: Any) -> Any:
     """The gradient of all H heads summed over the heads that share one."""
-    axis = 1 if name in ("g_gamma", "bonus") else 2
+    axis = 1 if name in ("g_gamma", "bonus", "skip") else 2
     if name == "initial_state" or grad.shape == like.shape:
         return grad
     kept = like.shape[axis]
