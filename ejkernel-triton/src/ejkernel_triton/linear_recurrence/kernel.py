@@ -342,7 +342,7 @@ class _Problem:
         }
 
     def chunk_sums(self, cut: _Segments) -> tuple[int, tuple[Any, Any], dict[str, Any]]:
-        """Of the gradients of all chunks: parts in which those of query and key are summed, shape and dtype of their logs, tiles."""
+        """Of the gradients of all chunks: parts in which those of query and key are summed, what their logs are, tiles."""
         blocks, programs = self.blocks(self.params), self.batch * cut.size // self.config.chunk_size * self.heads
         members = _members(self.heads // self.params.key_heads * blocks, programs * blocks)
         logs = ((blocks, self.batch, self.heads, cut.size), jnp.float32)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ejkernel.call.order import Rule
 from ejkernel.operations.block_sparse_attention.interface import BlockSparseAttentionCall, as_flash_call
-from ejkernel.operations.common.order import UNMEASURED, Priority
+from ejkernel.operations.common.order import Priority
 from ejkernel.operations.flash_attention.order import ORDER as FLASH_ATTENTION
 from ejkernel.plugin import Phase
 from ejkernel.targets import Target
