@@ -52,14 +52,12 @@ def program_of(members, BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, R: tl.cons
 @triton.jit
 def chunks_of_segment(begin, end, i_segment, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr):
     """The first chunk of a segment of a sequence, and the one after its last."""
-    steps = tl.cdiv(end - begin, CHUNK)
-    if SEGMENTS == 1:
-        first = 0
-    else:
-        share = tl.cdiv(steps, SEGMENTS)
-        first = tl.minimum(i_segment * share, steps)
-        steps = tl.minimum(first + share, steps)
-    return first, steps
+    first, last = 0, tl.cdiv(end - begin, CHUNK)
+    if SEGMENTS > 1:
+        share = tl.cdiv(last, SEGMENTS)
+        first = tl.minimum(i_segment * share, last)
+        last = tl.minimum(first + share, last)
+    return first, last
 
 
 @triton.jit
@@ -67,7 +65,7 @@ def chunk_delta(
     b_before, p_read_key, p_value, p_inverse, p_rows, p_totals, i_token, i_square, i_head, i_column, rows, R: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WHOLE: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """The deltas of a chunk `[CHUNK, BLOCK_V]`, and what `state_after` takes besides; without VALUES these are 0."""
+    """The deltas of a chunk `[CHUNK, BLOCK_V]`, and what `state_after` takes besides. Without VALUES, values are 0."""
     BY_CHANNEL: tl.constexpr = R.decay == "channel"
     KEY_HEADS: tl.constexpr = R.heads if BY_CHANNEL else R.key_heads
     b_decay, b_write_scale = 0.0, 0.0
@@ -77,15 +75,14 @@ def chunk_delta(
         b_key_scale = tl.load(numbers_of(p_rows, i_square, READ_KEY, CHUNK))[:, None]
         b_write_scale = tl.load(numbers_of(p_rows, i_square, WRITE_KEY, CHUNK))[:, None]
     b_key = load_tile(p_read_key, i_token, i_head, 0, rows, KEY_HEADS, R.width, BLOCK_K, CHUNK, WHOLE, R)
+    b_value = tl.zeros([CHUNK, BLOCK_V], tl.float32)
     if VALUES:
         b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, WHOLE, R)
     b_inverse = tl.load(square_of(p_inverse, i_square, CHUNK))
-    b_new = -product(b_key, b_before, R)
+    b_read = product(b_key, b_before, R)
     if not BY_CHANNEL:
-        b_new *= b_key_scale
-    if VALUES:
-        b_new += b_value.to(tl.float32)
-    b_delta = product(b_inverse, b_new, R)
+        b_read *= b_key_scale
+    b_delta = product(b_inverse, b_value.to(tl.float32) - b_read, R)
     return b_delta, b_key, b_write_scale, b_decay
 
 
@@ -94,6 +91,7 @@ def state_after(
     b_state, b_delta, b_key, b_write_scale, b_decay, p_write_key, i_token, i_head, rows, R: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    """The state after a chunk."""
     if R.decay == "channel":
         b_key = load_tile(p_write_key, i_token, i_head, 0, rows, R.heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
     else:
