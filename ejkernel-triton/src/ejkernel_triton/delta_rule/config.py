@@ -80,7 +80,6 @@ class GradientConfig:
 _FEW_TOKENS = 8
 """Of a sequence, that are walked one after the other."""
 
-
 _SEGMENTS = (16, 8, 4, 1)
 """Two never pay: each token is walked twice, once for the state before its segment."""
 
@@ -151,18 +150,21 @@ class _Model:
         """Programs for each multiprocessor."""
         return self.programs * segments * -(-self.channels // block) / self.multiprocessors
 
-    def preferred(self, *, backward: bool) -> tuple[tuple[int, int, int], int]:
-        """Block, warps and stages, and segments: the widest block with which every multiprocessor has a program, the deepest
-        pipeline that fits. Several segments where the narrowest block leaves half of the multiprocessors idle: as few as fill them
-        with the widest."""
+    def preferred_segments(self) -> int:
+        """Several where the narrowest block leaves half of the multiprocessors idle: as few as fill them with the widest."""
+        counts, widest = self.segments(), max(block for block in self.blocks() if block <= self.widest)
+        if self.share(self.blocks()[0]) > 0.5:
+            return 1
+        return min((count for count in counts if self.share(widest, count) >= 0.75), default=counts[0])
+
+    def preferred(self, segments: int, *, backward: bool) -> tuple[int, int, int]:
+        """The widest block with which every multiprocessor has a program, the deepest pipeline that fits."""
         walks = self.walks(backward=backward)
         blocks = sorted({block for block, _, _ in walks if block <= self.widest}, reverse=True)
-        counts = self.segments() if self.share(blocks[-1]) <= 0.5 else [1]
-        segments = min((count for count in counts if self.share(blocks[0], count) >= 0.75), default=counts[0])
         enough = [block for block in blocks if self.share(block, segments) >= 0.75]
         block = enough[0] if enough else blocks[-1]
         stages = max(stages for width, _, stages in walks if width == block and stages <= (1 if self.split else 3))
-        return (block, 4, stages), segments
+        return block, 4, stages
 
 
 def _steps(call: DeltaRuleCall) -> Config:
@@ -177,8 +179,8 @@ def forward_heuristic(call: DeltaRuleCall, target: Target) -> Config:
     if not call.chunked or _few_tokens(call):
         return _steps(call)
     model = _Model(call, target)
-    walk, segments = model.preferred(backward=False)
-    return Config(model.chunk, *walk, segments)
+    segments = model.preferred_segments()
+    return Config(model.chunk, *model.preferred(segments, backward=False), segments)
 
 
 def forward_space(call: DeltaRuleCall, target: Target) -> list[Config]:
@@ -189,7 +191,7 @@ def forward_space(call: DeltaRuleCall, target: Target) -> list[Config]:
         found = [Config(0, block, warps, chosen.num_stages) for block, warps in itertools.product(*tiles) if block <= channels]
         return list(dict.fromkeys([chosen, *found]))
     model = _Model(call, target)
-    found = [dataclasses.replace(chosen, segments=count) for count in model.segments()]
+    found = [Config(model.chunk, *model.preferred(count, backward=False), count) for count in model.segments()]
     found += [Config(model.chunk, *walk, chosen.segments) for walk in model.walks(backward=False)]
     return list(dict.fromkeys([chosen, *found]))
 
@@ -204,14 +206,19 @@ def backward_heuristic(call: DeltaRuleCall, target: Target) -> GradientConfig:
     model = _Model(call, target)
     rows = _rows(model)
     columns = min(model.channels, 32 if model.split else 64)
-    walk, segments = model.preferred(backward=True)
+    segments = model.preferred_segments()
+    walk = model.preferred(segments, backward=True)
     return GradientConfig(model.chunk, *walk, rows, columns, 8 if rows >= 128 else 4, segments)
 
 
 def backward_space(call: DeltaRuleCall, target: Target) -> list[GradientConfig]:
     model, chosen = _Model(call, target), backward_heuristic(call, target)
-    found = [dataclasses.replace(chosen, segments=count) for count in model.segments()]
-    found += [dataclasses.replace(chosen, block_v=x[0], num_warps=x[1], num_stages=x[2]) for x in model.walks(backward=True)]
+    walks = [(walk, chosen.segments) for walk in model.walks(backward=True)]
+    walks += [(model.preferred(count, backward=True), count) for count in model.segments()]
+    found = [
+        dataclasses.replace(chosen, block_v=block, num_warps=warps, num_stages=stages, segments=segments)
+        for (block, warps, stages), segments in walks
+    ]
     for rows, columns, warps in itertools.product((32, 64, 128), (32, 64), (4, 8)):
         if rows <= min(model.width, 64 if model.general else 128) and columns <= model.channels and not model.split:
             found.append(dataclasses.replace(chosen, gradient_block_k=rows, gradient_block_v=columns, gradient_num_warps=warps))
