@@ -27,6 +27,7 @@ NOT_TUNED = {
     "moe_permute",
     "moe_route",
     "moe_unpermute",
+    "native_sparse_selection",
     "native_sparse_attention",
     "paged_cache_update",
     "quantized_matmul",

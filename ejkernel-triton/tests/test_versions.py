@@ -93,6 +93,7 @@ def test_every_folder_of_an_operation_is_declared_once():
         "paged_cache_update",
         "latent_paged_attention",
         "lightning_indexer",
+        "native_sparse_selection",
         "sample_tokens",
         "sparse_latent_attention",
     }

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel
 from ejkernel.operations import get_operation
-from ejkernel.operations.native_sparse_attention.forms import block_means, blocks_of, chosen_blocks
+from ejkernel.operations.native_sparse_attention.forms import block_means, blocks_of
+from ejkernel.operations.native_sparse_selection.interface import OPERATION as SELECTION
 from ejkernel.utils import generate_block_indices
 from ejkernel_xla.native_sparse_attention.config import NativeSparseAttentionConfig
 from ejkernel_xla.native_sparse_attention.kernel import backward, forward
@@ -40,12 +41,13 @@ def run(arrays: dict[str, Any], **options: Any) -> jax.Array:
     return ejkernel.native_sparse_attention(*positional, **arrays, **{**OPTIONS, **options})
 
 
-def chosen(query: Any, key: Any, count: int = COUNT) -> np.ndarray:
-    """The documented choice, one query at a time in float64: `[B,T,K,count]`, best first, -1 where there are fewer."""
+def chosen(query: Any, key: Any, count: Any = COUNT) -> np.ndarray:
+    """The documented choice, one query at a time in float64: `[B,T,K,count]`, ascending, then -1 where there are fewer."""
     query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
     batch, length, key_heads = key.shape[:3]
     groups = query.shape[2] // key_heads
-    found = np.full((batch, length, key_heads, count), -1)
+    counts = np.broadcast_to(count, key.shape[:3])
+    found = np.full((batch, length, key_heads, counts.max()), -1)
     for row, token, head in np.ndindex(batch, length, key_heads):
         own, complete = token // SIZE, (token + 1) // SIZE
         means = key[row, : complete * SIZE, head].reshape(complete, SIZE, query.shape[3]).mean(1)
@@ -54,9 +56,14 @@ def chosen(query: Any, key: Any, count: int = COUNT) -> np.ndarray:
         scores = (weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300)).sum(0)
         first = list(dict.fromkeys(block for block in (own, own - 1, 0) if block >= 0))
         rest = [block for block in np.argsort(-scores, kind="stable") if block not in first]
-        row_of = (first + rest)[:count]
+        row_of = sorted((first + rest)[: counts[row, token, head]])
         found[row, token, head, : len(row_of)] = row_of
     return found
+
+
+def selection(query: Any, means: Any, lse: Any, blocks: Any, count: int) -> Any:
+    arrays = {"query": query, "means": means, "lse": lse, "own_blocks": blocks.token_numbers[None]}
+    return SELECTION.invoke(arrays, {"count": count}, platform="xla")
 
 
 def dense(arrays: dict[str, Any], indices: np.ndarray) -> jax.Array:
@@ -103,23 +110,20 @@ def test_the_choice_is_the_documented_one(arrays):
     complete = ((jnp.arange(8) + 1) * SIZE - 1)[None, None] <= jnp.arange(T)[:, None, None]
     lse = jax.nn.logsumexp(jnp.where(complete, logits, -jnp.inf), axis=-1)
     for count in (1, 2, 3, 4, 8):
-        found = chosen_blocks(query, means, lse, blocks, block_size=SIZE, count=count, scale=D**-0.5)
+        found = selection(query, means, lse, blocks, count=count)
         np.testing.assert_array_equal(found, chosen(query, key, count))
 
 
-def test_equal_scores_choose_the_earlier_block(arrays):
-    blocks = blocks_of(30, SIZE, None)
-    found = chosen_blocks(
+def test_equal_scores_choose_the_earlier_block():
+    found = selection(
         jnp.zeros((1, 30, 2, 4)),
         jnp.zeros((1, 10, 1, 4)),
         jnp.log(jnp.maximum(jnp.arange(1.0, 31.0) // SIZE, 1.0))[None, :, None] * jnp.ones((1, 1, 2)),
-        blocks,
-        block_size=SIZE,
+        blocks_of(30, SIZE, None),
         count=5,
-        scale=1.0,
     )
-    assert found[0, 29, 0].tolist() == [9, 8, 0, 1, 2]
-    assert found[0, 4, 0].tolist() == [1, 0, -1, -1, -1]
+    assert found[0, 29, 0].tolist() == [0, 1, 2, 8, 9]
+    assert found[0, 4, 0].tolist() == [0, 1, -1, -1, -1]
 
 
 def test_given_indices_are_used_as_given(arrays):
@@ -180,11 +184,13 @@ def test_packed_sequences_are_each_by_itself_in_one_program(arrays):
 
 
 def test_counts_per_query_concrete_and_traced(arrays):
+    """The first so many of the documented order, not of the ascending one."""
     counts = jnp.asarray(np.random.default_rng(0).integers(0, 6, (B, T, K)))
-    indices = chosen(arrays["query"], arrays["key"], 5)
-    indices[np.arange(5) >= np.asarray(counts)[..., None]] = -1
-    wanted = dense(arrays, indices)
+    wanted = dense(arrays, chosen(arrays["query"], arrays["key"], np.asarray(counts)))
     assert_close(run(arrays, block_counts=counts), wanted, 2e-6)
+    last = {name: array if name in ("key", "value") else array[:, -1:] for name, array in arrays.items()}
+    step = run(last, block_counts=counts[:, -1:], kv_lens=jnp.full(B, T))
+    assert_close(step, wanted[:, -1:], 2e-6)
     assert_close(jax.jit(lambda counts: run(arrays, block_counts=counts))(counts), wanted, 2e-6)
 
 

@@ -41,7 +41,8 @@ BEGIN = time.monotonic()
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call. `keys` is as many as queries where it is 0; `segments` packs that many sequences of equal length."""
+    """One call. `keys` is as many as queries where it is 0; `segments` packs that many sequences of equal length. With
+    `block_size`, keys are means of so many tokens each, which a query sees once they all are behind it."""
 
     batch: int
     length: int
@@ -52,6 +53,7 @@ class Problem:
     keys: int = 0
     dtype: str = "bfloat16"
     segments: int = 0
+    block_size: int = 0
     bias: tuple[int, ...] | None = None
     sinks: bool = False
     options: tuple[tuple[str, Any], ...] = ()
@@ -60,7 +62,7 @@ class Problem:
         """The call, its inputs and a cotangent."""
         dtype = dtype or self.dtype
         b, t, h, k, d, v = self.batch, self.length, self.heads, self.key_heads, self.size, self.value_size or self.size
-        s = self.keys or t
+        s = t // self.block_size if self.block_size else self.keys or t
         keys = jax.random.split(jax.random.key(seed), 6)
 
         def normal(i: int, *shape: int) -> Any:
@@ -70,6 +72,9 @@ class Problem:
         if self.segments:
             ids = (jnp.arange(t, dtype=jnp.int32) * self.segments // t)[None]
             arrays.update(query_segments=ids, key_segments=ids)
+        if self.block_size:
+            ends = (jnp.arange(s, dtype=jnp.int32)[None] + 1) * self.block_size - 1
+            arrays.update(query_positions=jnp.arange(t, dtype=jnp.int32)[None], key_positions=ends)
         if self.bias is not None:
             arrays["bias"] = normal(3, *self.bias)
         if self.sinks:
@@ -105,6 +110,9 @@ NUMBERS = {
     "few-blocks-64": Problem(1, 700, 3, 3, 64, keys=4100, dtype="float16"),
     "few-blocks-256": Problem(1, 300, 2, 1, 256, keys=3000, options=options(causal=True, causal_alignment="bottom_right")),
     "round-and-rest-128": Problem(1, 4500, 4, 4, 128),
+    "compressed-128": Problem(1, 2000, 16, 2, 128, block_size=32, options=options(causal=True)),
+    "compressed-float32-64": Problem(1, 1500, 6, 2, 64, block_size=16, dtype="float32", options=options(causal=True)),
+    "few-keys-256": Problem(1, 3000, 4, 2, 256, keys=70),
     "wide-512": Problem(1, 200, 2, 1, 512, options=options(causal=True)),
 }
 
@@ -119,6 +127,9 @@ TIMES = {
     "mla": Problem(2, 8192, 16, 16, 192, 128, options=options(causal=True)),
     "float32": Problem(2, 8192, 32, 8, 128, dtype="float32", options=options(causal=True)),
     "bias": Problem(2, 8192, 16, 16, 128, bias=(1, 16, 8192, 8192), options=options(causal=True)),
+    "compressed": Problem(1, 8192, 64, 4, 128, block_size=64, options=options(causal=True)),
+    "compressed-long": Problem(1, 32768, 64, 4, 128, block_size=64, options=options(causal=True)),
+    "few-keys": Problem(1, 8192, 64, 4, 128, keys=128),
     "key-bias": Problem(2, 8192, 16, 16, 128, bias=(2, 1, 1, 8192), options=options(causal=True)),
 }
 
@@ -353,7 +364,7 @@ def time_mosaic(name: str, problem: Problem, save: Any) -> None:
 
 def time_cudnn(name: str, problem: Problem, save: Any) -> None:
     given = dict(problem.options)
-    if problem.segments or "logits_soft_cap" in given:
+    if problem.segments or problem.block_size or "logits_soft_cap" in given:
         return
     call, inputs, cotangents = problem.build()
     flops = flops_of(problem, call)
@@ -381,7 +392,7 @@ def time_cudnn(name: str, problem: Problem, save: Any) -> None:
 
 
 def time_flex(name: str, problem: Problem, save: Any) -> None:
-    if problem.bias is not None:
+    if problem.bias is not None or problem.keys or problem.block_size:
         return
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention

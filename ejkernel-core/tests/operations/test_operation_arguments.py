@@ -19,6 +19,7 @@ EIGHT = np.ones(8, np.float32)
 QKV = (Q, Q[:, :, :2], Q[:, :, :2, :3])
 SCAN = (X, Q[0, :3].reshape(12, 8)[:8], X, X, EIGHT, X)
 SLOTS = np.zeros((2, 5, 4, 3), np.int32)
+OWN = np.zeros((1, 5), np.int32)
 Q4, S4 = np.ones((8, 8), np.uint32), np.ones((8, 1), np.float32)
 G1, QUANTIZED = np.array([1], np.int32), (Q4[None], S4[None], S4[None])
 
@@ -440,6 +441,24 @@ REFUSED: dict[str, list[Any]] = {
         ((Q, X, Q[..., 0], SLOTS[0, 0, 0]), {"k": 1}, ValueError, "kv_lens: got shape"),
         ((Q[..., :0], X[..., :0], Q[..., 0]), {"k": 1}, ValueError, r"query: got shape .*, expected at least one channel"),
         ((Q.astype(np.int8), X, Q[..., 0]), {"k": 1}, TypeError, "query: got dtype int8"),
+    ],
+    "native_sparse_selection": [
+        (
+            (Q, Q[:, :3, :3], Q[..., 0], OWN),
+            {"count": 1},
+            ValueError,
+            "query: got 4 heads, expected a multiple of the 3 key heads",
+        ),
+        ((Q, Q[:1], Q[..., 0], OWN), {"count": 1}, ValueError, r"means: got shape .*, expected .* = \[B,N,K,D\]"),
+        ((Q, Q.astype(np.float16), Q[..., 0], OWN), {"count": 1}, TypeError, "means: got dtype float16, expected the query's"),
+        ((Q, Q, Q[:, :4, :, 0], OWN), {"count": 1}, ValueError, r"lse: got shape \(2, 4, 4\), expected .* = \[B,T,H\]"),
+        ((Q, Q, Q[..., 0], OWN[:, :4]), {"count": 1}, ValueError, r"own_blocks: got shape \(1, 4\), expected \[1 or B,T\]"),
+        ((Q, Q, Q[..., 0], OWN / 2), {"count": 1}, TypeError, "own_blocks: got dtype float64, expected integers"),
+        ((Q, Q, Q[..., 0], OWN, OWN[0]), {"count": 1}, ValueError, r"first_blocks: got shape \(5,\) with 1 axes, expected 2"),
+        ((Q, Q, Q[..., 0], OWN, None, SLOTS[..., 0][:1]), {"count": 1}, ValueError, "block_counts: got shape"),
+        ((Q, Q, Q[..., 0], OWN), {"count": 6}, ValueError, "count: got 6, expected at most 5 = N, the blocks of means"),
+        ((Q, Q, Q[..., 0], OWN), {"count": -1}, ValueError, "count: got -1, expected at least 0"),
+        ((Q, Q, Q[..., 0], OWN), {"count": 1, "softmax_scale": float("nan")}, ValueError, "softmax_scale: got nan"),
     ],
     "sparse_latent_attention": [
         (

@@ -135,6 +135,7 @@ ACCEPTS: Mapping[str, tuple[str, ...]] = {
         "sequence_starts",
         "return_lse",
     ),
+    "native_sparse_selection": ("first_blocks", "block_counts"),
     "paged_attention": (
         "value_pages",
         "sinks",

@@ -59,6 +59,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("moe_route"),
             *_both_phases("moe_unpermute"),
             *_both_phases("native_sparse_attention", configs="ejkernel_xla.native_sparse_attention.config:CONFIGS"),
+            *_phases("native_sparse_selection", ("forward",)),
             *_both_phases("paged_attention", configs="ejkernel_xla.paged_attention.config:CONFIGS"),
             *_both_phases("paged_cache_update"),
             *_both_phases("qk_norm_rope"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -12,7 +11,8 @@ import jax.numpy as jnp
 from ejkernel._dispatch.explanation import capturing
 from ejkernel.operations.common.selected import NOTHING, distinct
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
-from ejkernel.operations.native_sparse_attention.forms import Blocks, block_means, blocks_of, chosen_blocks
+from ejkernel.operations.native_sparse_attention.forms import block_means, blocks_of
+from ejkernel.operations.native_sparse_selection.interface import OPERATION as _SELECTION
 
 
 def decode_branches(
@@ -62,8 +62,11 @@ def decode_branches(
         options = {"causal": True, "softmax_scale": scale, "return_lse": True}
         summary, lse = _FLASH_ATTENTION.invoke(arrays, options, platform=platform)
         if block_indices is None:
-            choice = _Choice(blocks, block_size, min(count, keys.shape[1]), scale)
-            block_indices = jax.vmap(choice.of_row)(query, keys, lse, position)
+            own = jnp.where(position < 0, NOTHING, position // block_size)[:, None]
+            arrays = {"query": query, "means": keys, "lse": lse, "own_blocks": own, "block_counts": block_counts}
+            options = {"count": min(count, keys.shape[1]), "softmax_scale": scale}
+            # Every platform that has flash_attention runs the branches, but few select blocks: the default order does.
+            block_indices = _SELECTION.invoke(arrays, options)
     selected = _selected(query, key, value, block_indices, block_counts, position, count, block_size, attend, cfg)
     window = None
     if window_size:
@@ -71,27 +74,6 @@ def decode_branches(
         keys, values = (jnp.take_along_axis(x, jnp.maximum(tokens, 0)[:, :, None, None], axis=1) for x in (key, value))
         window = attend(query, keys, values, tokens >= 0)
     return summary if compressed else None, selected, window
-
-
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-    """How blocks of a cache are chosen."""
-
-    blocks: Blocks
-    block_size: int
-    count: int
-    scale: float
-
-    def of_row(self, query: Any, means: Any, lse: Any, position: Any) -> Any:
-        """The blocks `[1,K,count]` of one row's query `[1,H,D]`."""
-        token = jnp.maximum(position, 0)[None]
-        own = self.blocks._replace(
-            token_sequences=jnp.where(position >= 0, 0, -1)[None],
-            token_numbers=token // self.block_size,
-            token_entries=jnp.zeros_like(token),
-        )
-        options = {"block_size": self.block_size, "count": self.count, "scale": self.scale}
-        return chosen_blocks(query[None], means[None], lse[None], own, token, **options)[0]
 
 
 def _selected(

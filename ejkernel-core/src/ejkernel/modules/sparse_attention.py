@@ -20,13 +20,14 @@ from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import DispatchOptions
 from ejkernel.modules.attention import flash_attention
 from ejkernel.operations.common.pages import check_row_lengths
-from ejkernel.operations.common.selected import check_integers
+from ejkernel.operations.common.selected import NOTHING, check_integers
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.forms import check_cum_seqlens
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.operations.flash_attention.interface import is_concrete
-from ejkernel.operations.native_sparse_attention.forms import block_means, blocks_of, chosen_blocks
+from ejkernel.operations.native_sparse_attention.forms import block_means, blocks_of
 from ejkernel.operations.native_sparse_attention.interface import OPERATION as _SELECTED
+from ejkernel.operations.native_sparse_selection.interface import OPERATION as _SELECTION
 from ejkernel.utils.checks import check_array
 from ejkernel.utils.dtypes import accumulator
 from ejkernel.utils.tracing import is_traced
@@ -332,7 +333,16 @@ def _branches(
         block_indices = jax.ShapeDtypeStruct((*key.shape[:3], count or 0), jnp.int32)
     elif computed or (g_cmp is not None and not capturing()):
         compressed, block_indices = _compressed(
-            query, key, value, block_indices, cu_seqlens, count=count, block_size=block_size, scale=scale, platform=platform
+            query,
+            key,
+            value,
+            block_indices,
+            block_counts,
+            cu_seqlens,
+            count=count,
+            block_size=block_size,
+            scale=scale,
+            platform=platform,
         )
         parts += [(g_cmp, compressed)] if g_cmp is not None else []
     arrays = {"query": query, "key": key, "value": value, "block_indices": block_indices, "cu_seqlens": cu_seqlens}
@@ -359,6 +369,7 @@ def _compressed(
     key: Any,
     value: Any,
     block_indices: Any,
+    block_counts: Any,
     cu_seqlens: Any,
     *,
     count: int | None,
@@ -382,7 +393,15 @@ def _compressed(
     out, lse = _FLASH_ATTENTION.invoke(arrays, options, platform=platform)
     if block_indices is None:
         entries = keys.shape[1] if count is None else min(count, keys.shape[1])
-        block_indices = chosen_blocks(query, keys, lse, blocks, block_size=block_size, count=entries, scale=scale)
+        selection = {
+            "query": query,
+            "means": keys,
+            "lse": lse,
+            "own_blocks": jnp.where(blocks.token_sequences < 0, NOTHING, blocks.token_numbers)[None],
+            "first_blocks": None if cu_seqlens is None else blocks.token_entries[None],
+            "block_counts": block_counts,
+        }
+        block_indices = _SELECTION.invoke(selection, {"count": entries, "softmax_scale": scale}, platform=platform)
     return out, block_indices
 
 

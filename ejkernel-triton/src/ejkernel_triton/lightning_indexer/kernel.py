@@ -22,13 +22,14 @@ from ejkernel.operations.lightning_indexer.interface import (
 from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._numerics import dot_precision
+from ejkernel_triton._ranking import order_of, score_of, select_largest
 from ejkernel_triton._stored import load_rows
 from ejkernel_triton.lightning_indexer.config import Config, channels_at_once, heads_at_once
 
 _NUMBERS = 2**27
 """Scores that are held at once: 512 MiB."""
 _SELECTED_AT_ONCE = 2**14
-"""Scores of a program that selects. Two counts of them are summed as the halves of one int32."""
+"""Scores of a program that selects."""
 _LOWEST = tl.constexpr(float(jnp.finfo(jnp.float32).min))
 
 
@@ -95,12 +96,6 @@ def index_scores_kernel(
 
 
 @triton.jit
-def _ordered(b_bits):
-    """int32 in the order of the floats with these bits; its own inverse. The lowest int32 is the order of no number."""
-    return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
 def select_tokens_kernel(
     p_scores,
     p_places,
@@ -132,36 +127,14 @@ def select_tokens_kernel(
         m_entry = b_token >= 0
         m_scored = m_entry
     b_score = tl.load(p_scores + i_row * width + o_entry, mask=m_scored, other=0.0)
-    b_score = tl.where(b_score == 0.0, 0.0, b_score)  # both zeros alike
-    b_order = tl.where(m_entry, _ordered(b_score.to(tl.int32, bitcast=True)), -2147483648)  # [BLOCK]
-
-    # At least COUNT are `low` or more, unless there are fewer; fewer than COUNT are `high` or more.
-    low = tl.min(tl.where(m_entry, b_order, 2147483647), axis=0)
-    high = tl.max(b_order, axis=0) + 1
-    reached = tl.sum(m_entry.to(tl.int32), axis=0)
-    while (reached > COUNT) & (low + 1 < high):
-        middle = (low & high) + ((low ^ high) >> 1)
-        count = tl.sum((b_order >= middle).to(tl.int32), axis=0)
-        enough = count >= COUNT
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-        reached = tl.where(enough, count, reached)
-
-    m_above = m_entry & (b_order > low)
-    m_equal = m_entry & (b_order == low)
-    needed = COUNT - tl.sum(m_above.to(tl.int32), axis=0)
-    b_counts = tl.cumsum((m_above.to(tl.int32) << 16) | m_equal.to(tl.int32), axis=0)  # [BLOCK]
-    b_equal = b_counts & 0xFFFF
-    b_place = (b_counts >> 16) + tl.minimum(b_equal, needed) - 1
-    m_kept = m_above | (m_equal & (b_equal <= needed))
+    b_order = order_of(b_score, m_entry)  # [BLOCK]
+    m_kept, b_place, kept = select_largest(b_order, m_entry, COUNT)
     p_tokens += tl.program_id(0).to(tl.int64) * COUNT
     tl.store(p_tokens + b_place, b_token, mask=m_kept)
     o_place = tl.arange(0, BLOCK_COUNT)
-    kept = tl.minimum(reached, COUNT)
     tl.store(p_tokens + o_place, tl.full([BLOCK_COUNT], NO_TOKEN, tl.int32), mask=(o_place >= kept) & (o_place < COUNT))
     if not LAST:
-        b_score = _ordered(b_order).to(tl.float32, bitcast=True)
-        tl.store(p_kept + tl.program_id(0).to(tl.int64) * COUNT + b_place, b_score, mask=m_kept)
+        tl.store(p_kept + tl.program_id(0).to(tl.int64) * COUNT + b_place, score_of(b_order), mask=m_kept)
 
 
 def forward(call: LightningIndexerCall, inputs: LightningIndexerInputs, config: Config) -> LightningIndexerOutputs:

@@ -1,22 +1,14 @@
-"""Blocks of keys: their means, and the choice of those that each query reads (Yuan et al., Native Sparse Attention, 2025)."""
+"""Blocks of keys and their means (Yuan et al., Native Sparse Attention, 2025)."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from ejkernel.call.arrays import known_size
-from ejkernel.call.partition import entries_of, explicit_mesh_of, placed_on, shards
-from ejkernel.operations.common.ranking import largest, over_rows
 from ejkernel.operations.flash_attention.forms import _tokens  # pyright: ignore[reportPrivateUsage]
 from ejkernel.operations.mean_pooling.interface import OPERATION as _MEAN_POOLING
 from ejkernel.utils.dtypes import accumulator
-
-_NUMBERS = 2**24
-"""Scores of blocks that are held at once."""
 
 
 class Blocks(NamedTuple):
@@ -77,66 +69,3 @@ def block_means(x: Any, block_size: int, blocks: Blocks, cu_seqlens: Any) -> Any
     x = jnp.pad(x, [(0, 0), (0, -length % block_size), (0, 0), (0, 0)])
     wide = accumulator(x.dtype)
     return jnp.mean(x.reshape(batch, -(-length // block_size), block_size, heads, size), axis=2, dtype=wide).astype(x.dtype)
-
-
-def _split_alike(query: Any, means: Any, lse: Any) -> tuple[Any, Any, Any]:
-    """On an explicit mesh, all of them as the query's batch and heads are, as far as key heads can follow."""
-    mesh = explicit_mesh_of((query, means, lse))
-    if mesh is None:
-        return query, means, lse
-    batch, _, heads, _ = entries_of(query)
-    heads = heads if means.shape[2] % shards(heads, mesh) == 0 else ()
-    split = (batch, (), heads, ())
-    return placed_on(mesh, query, split), placed_on(mesh, means, split), placed_on(mesh, lse, split[:3])
-
-
-@functools.partial(jax.jit, static_argnames=("block_size", "count", "scale"))
-def chosen_blocks(
-    query: Any, means: Any, lse: Any, blocks: Blocks, positions: Any = None, *, block_size: int, count: int, scale: float
-) -> Any:
-    """The `count` blocks of each query and key head, best first, int32 `[B,T,K,count]`; -1 where there are fewer.
-
-    First its own block, the one before it and the first of its sequence; then by the weights that complete blocks have in
-    compressed attention, summed over the query heads of the key head; the earlier one of equals.
-
-    Args:
-        query: `[B,T,H,D]`.
-        means: of keys `[B,n,K,D]`.
-        lse: of compressed attention `[B,T,H]`.
-        blocks: where the blocks lie.
-        positions: of the queries among the keys `[t]`; None: query t is token t.
-        block_size: tokens per block.
-        count: at most n.
-        scale: factor on the products.
-    """
-    batch, length, heads, size = query.shape
-    key_heads = means.shape[2]
-    query, means, lse = _split_alike(*jax.lax.stop_gradient((query, means, lse)))
-    groups = heads // key_heads
-    query = query.reshape(batch, length, key_heads, groups, size)
-    lse = lse.reshape(batch, length, key_heads, groups)
-    wide = accumulator(query.dtype)
-    precision = jax.lax.Precision.HIGHEST if wide == query.dtype else jax.lax.Precision.DEFAULT
-    last = blocks.starts + (block_size - 1)
-
-    def tile(arrays: Any) -> Any:
-        query, lse, sequence, number, entries, position = arrays
-        logits = jnp.einsum("tbkgd,bnkd->tbkgn", query, means, precision=precision, preferred_element_type=wide) * scale
-        same = (sequence[:, None] == blocks.sequences[None]) & (sequence[:, None] >= 0)
-        complete = same & (last[None] <= position[:, None])
-        weights = jnp.exp(logits - lse[..., None])
-        weights = jnp.where(complete[:, None, None, None] & (weights >= 0), weights, 0)
-        behind = number[:, None] - blocks.numbers[None]
-        forced = jnp.where(blocks.numbers == 0, groups + 1, 0)
-        forced = jnp.where(behind == 1, groups + 2, forced)
-        forced = jnp.where(behind == 0, groups + 3, forced)[:, None, None]
-        scores = jnp.where(forced > 0, forced, jnp.sum(weights, axis=3))
-        scores = jnp.where((same & (behind >= 0))[:, None, None], scores, -1)
-        best, entry = largest(scores, count)
-        return jnp.where(best >= 0, entry - entries[:, None, None, None], -1)
-
-    positions = jnp.arange(length, dtype=jnp.int32) if positions is None else positions
-    per_token = (blocks.token_sequences, blocks.token_numbers, blocks.token_entries, positions)
-    arrays = (jnp.moveaxis(query, 1, 0), jnp.moveaxis(lse, 1, 0), *per_token)
-    found = over_rows(tile, arrays, max(_NUMBERS // max(known_size(batch) * heads * means.shape[1], 1), 1))
-    return jnp.moveaxis(found, 0, 1).astype(jnp.int32)

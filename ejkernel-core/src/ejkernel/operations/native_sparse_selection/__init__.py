@@ -1,0 +1,1 @@
+"""The blocks of keys that each query of native sparse attention reads."""
