@@ -5,8 +5,6 @@ from __future__ import annotations
 MOST_SEGMENTS = 32
 """Every program forms its first state from all segments before it."""
 LEAST_SEGMENT = 64
-_START = 16
-"""Tokens whose time the first state of a program takes, as measured with `selective_scan` backward on an H100."""
 
 
 def segment_size(rows: int, length: int, chunk: int, programs: int) -> int:
@@ -24,19 +22,6 @@ def segment_size(rows: int, length: int, chunk: int, programs: int) -> int:
     segments = 1
     while segments < MOST_SEGMENTS and max(rows, 1) * segments < programs and length >= 2 * segments * LEAST_SEGMENT:
         segments *= 2
-    return _tokens_of(length, segments, chunk)
-
-
-def balanced_segment_size(rows: int, length: int, chunk: int, resident: int) -> int:
-    """As `segment_size`, where segments cost no further pass and so many programs run at a time until the last are done."""
-    counts = [1]
-    while counts[-1] < MOST_SEGMENTS and length >= 2 * counts[-1] * LEAST_SEGMENT:
-        counts.append(2 * counts[-1])
-    segments = min(counts, key=lambda count: -(-max(rows, 1) * count // resident) * (length / count + _START))
-    return _tokens_of(length, segments, chunk)
-
-
-def _tokens_of(length: int, segments: int, chunk: int) -> int:
     return 0 if segments == 1 else -(-length // (segments * chunk)) * chunk
 
 

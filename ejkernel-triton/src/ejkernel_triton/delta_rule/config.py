@@ -151,9 +151,11 @@ class _Model:
         return self.programs * segments * -(-self.channels // block) / self.multiprocessors
 
     def preferred_segments(self) -> int:
-        """Several where the narrowest block leaves half of the multiprocessors idle: as few as fill them with the widest."""
+        """Several where the widest block leaves most multiprocessors idle: as few as fill them with it. On an H100 T8192 takes 0.133 ms
+        for 8 heads of 128 with 8 segments and 0.215 with one, 0.247 for 32 of 64 with 4 and 0.279; T32768, 8 heads of 128, 0.427 and
+        0.812, backward 1.43 and 2.55."""
         counts, widest = self.segments(), max(block for block in self.blocks() if block <= self.widest)
-        if self.share(self.blocks()[0]) > 0.5:
+        if self.share(widest) > 0.3:
             return 1
         return min((count for count in counts if self.share(widest, count) >= 0.75), default=counts[0])
 

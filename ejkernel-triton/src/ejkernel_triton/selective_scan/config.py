@@ -10,13 +10,9 @@ from ejkernel.operations.selective_scan.interface import SelectiveScanCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._capability import multiprocessors
-from ejkernel_triton._segments import balanced_segment_size, check_cut, segment_size
+from ejkernel_triton._segments import check_cut, segment_size
 
 _WARP = 32
-_RESIDENT = 8
-"""Warps that a multiprocessor runs at a time with all registers of their threads in use, as the gradients' kernel has them."""
-Cut = Callable[[int, int, int, int], int]
-"""As `segment_size`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +35,7 @@ class Config:
         check_cut(self.segment_size, self.chunk_size, self.block_i)
 
 
-def _config(
-    call: SelectiveScanCall, target: Target, chunk: int, per_thread: int, warps: int, resident: int, cut: Cut
-) -> Config:
+def _config(call: SelectiveScanCall, target: Target, chunk: int, per_thread: int, warps: int, resident: int) -> Config:
     """With so many numbers of states per thread, and so many resident warps per multiprocessor."""
     batch, length, channels = call.x.shape
     block = min(max(per_thread * _WARP // next_power_of_2(call.A.shape[2]), 1), next_power_of_2(channels), 2 * _WARP)
@@ -49,32 +43,32 @@ def _config(
     block *= warps
     chunk = min(chunk, next_power_of_2(length))
     programs = resident * (multiprocessors(target) or 100) // warps
-    return Config(cut(batch * -(-channels // block), length, chunk, programs), chunk, block, warps)
+    return Config(segment_size(batch * -(-channels // block), length, chunk, programs), chunk, block, warps)
 
 
 def forward_heuristic(call: SelectiveScanCall, target: Target) -> Config:
     """On an H100, B2 T4096 I4096 N16: 0.46 ms, with chunks of 8 tokens 0.71, with twice the channels and 4 tokens 0.64."""
-    return _config(call, target, 16, 8, 1, 16, segment_size)
+    return _config(call, target, 16, 8, 1, 16)
 
 
 def backward_heuristic(call: SelectiveScanCall, target: Target) -> Config:
-    """On an H100, as above: 1.40 ms with segments of 2048 tokens, 1.43 of 512; with chunks of 4 tokens 1.49, with twice the
-    channels 2.6, as states leave registers. For 10.0 Triton 3.6 keeps fewer tokens in registers.
+    """On an H100, as above: 1.57 ms with segments of 512 tokens, 1.72 of 2048; two warps 1.97, four 2.13. Twice the channels of a
+    warp were nearly twice as slow, as states leave registers. For 10.0 Triton 3.6 keeps fewer tokens in registers.
 
-    Not timed: several warps, which for states of more than 16 numbers keep blocks of 16 channels, and partial sums as few.
+    Not timed: several warps for states of more than 16 numbers, which keep blocks of 16 channels, and partial sums as few.
     """
     chunk = 4 if target.capability is not None and target.capability >= (10, 0) else 8
     warps = min(max(next_power_of_2(call.A.shape[2]) // 16, 1), 8)
-    return _config(call, target, chunk, 8, warps, _RESIDENT, balanced_segment_size)
+    return _config(call, target, chunk, 8, warps, 16)
 
 
 def forward_space(call: SelectiveScanCall, target: Target) -> list[Config]:
-    tries = itertools.product((8, 16, 32), (4, 8, 16), (1,), (8, 16, 32), (segment_size,))
+    tries = itertools.product((8, 16, 32), (4, 8, 16), (1,), (8, 16, 32))
     return list(dict.fromkeys([forward_heuristic(call, target), *(_config(call, target, *x) for x in tries)]))
 
 
 def backward_space(call: SelectiveScanCall, target: Target) -> list[Config]:
-    tries = itertools.product((4, 8), (4, 8), (1, 2, 4), (_RESIDENT, 2 * _RESIDENT), (balanced_segment_size,))
+    tries = itertools.product((4, 8), (4, 8), (1, 2, 4), (8, 16))
     return list(dict.fromkeys([backward_heuristic(call, target), *(_config(call, target, *x) for x in tries)]))
 
 
