@@ -11,6 +11,7 @@ import pytest
 
 import ejkernel
 from ejkernel.call import ArraySpec
+from ejkernel.operations.common.case import Case
 from ejkernel.operations.common.tolerance import deviation
 from ejkernel.operations.linear_recurrence import reference
 from ejkernel.operations.linear_recurrence.cases import CASES, arrays
@@ -34,6 +35,7 @@ from ejkernel_triton.linear_recurrence import forms, kernel
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
 NAMED = {case.name: case for case in CASES}
+SCALED = {"value_scale": True, "skip": "head"}
 SEVERAL_SEGMENTS = config.Config(16, 16, 16, 4, 1)
 
 
@@ -88,7 +90,10 @@ def check(call, inputs, choice, limits=(2e-6, 1e-5)):
 
 @pytest.mark.parametrize(
     "name",
-    ["gla", "scalar", "no-decay", "packed", "packed-reset", "query-groups", "value-groups", "gamma", "extreme-key-decay"],
+    [
+        *("gla", "scalar", "no-decay", "packed", "packed-reset", "query-groups", "value-groups", "gamma", "extreme-key-decay"),
+        *("value-scale", "skip", "packed-ssd"),
+    ],
 )
 def test_several_segments(interpreted, name):
     limits = (1e-5, 2e-3) if name.startswith("extreme") else (2e-6, 1e-5)
@@ -106,6 +111,8 @@ def test_several_segments(interpreted, name):
         ("gk", {"bonus": True}),
         ("gk", {"bonus": True, "value_heads": 4}),
         ("g", {"value_heads": 6, "transposed": True}),
+        ("g", {"value_heads": 6, "transposed": True, **SCALED}),
+        ("gk", {"query_heads": 4, "value_scale": True, "skip": "channel"}),
     ],
 )
 @pytest.mark.parametrize("reverse", [False, True])
@@ -153,6 +160,9 @@ def test_programs_that_sum_heads(launched, monkeypatch, decays, heads, bounds, r
         ("g", {"value_heads": 4, "rate": 0.1}, False, 4),
         ("g gamma", {"value_heads": 4, "state": True, "rate": 0.1}, True, 4),
         ("g", {"heads": 4, "value_heads": 2, "rate": 3.0}, False, 2),
+        ("g", {"value_heads": 4, "rate": 0.1, **SCALED}, False, 4),
+        ("g", {"value_heads": 4, "state": True, "rate": 0.1, "skip": "head"}, True, 4),
+        ("g", {"heads": 4, "value_heads": 2, "rate": 0.1, "value_scale": True}, True, 2),
     ],
 )
 def test_stored_states(launched, monkeypatch, decays, options, reverse, members):
@@ -167,8 +177,9 @@ def test_stored_states(launched, monkeypatch, decays, options, reverse, members)
         launched.clear()
         found.append(check(call, inputs, choice, (8e-3, 1.6e-2))[1])
         assert ("query_gradients_kernel", most) in launched and ("key_gradients_kernel", most) in launched
-    for name in ("value", "g"):  # the same numbers, whichever programs compute them
-        np.testing.assert_array_equal(getattr(found[0], name), getattr(found[1], name))
+    for name in ("value", "g", "value_scale", "skip"):  # the same numbers, whichever programs compute them
+        if getattr(found[0], name) is not None:
+            np.testing.assert_array_equal(getattr(found[0], name), getattr(found[1], name))
     of_segments = "segment_states_kernel", None
     assert launched.count(of_segments) == 1, "forward alone"
     monkeypatch.setattr(kernel, "_LEAST_CHUNKS", 2)
@@ -185,6 +196,35 @@ def test_states_are_not_stored_for_other_calls(launched, decays, options, dtype)
     limits = (2e-6, 1e-5) if dtype == "float32" else (8e-3, 1.6e-2)
     check(call, inputs, dataclasses.replace(SEVERAL_SEGMENTS, store_states=True), limits)
     assert "chunk_states_kernel" not in {name for name, _ in launched} and not config.can_store_states(call)
+
+
+@pytest.mark.parametrize(
+    ("decays", "options", "fused"),
+    [
+        ("g gamma", {"value_heads": 4, "state": True, **SCALED}, True),
+        ("", {"query_heads": 4, **SCALED}, True),
+        ("g", {"value_heads": 4, "value_scale": True, "skip": "channel"}, False),
+        ("gk", {"query_heads": 4, "bounds": (0, 9, 9, 30), **SCALED}, False),
+        ("gk", {"bonus": True, "value_scale": True}, False),
+        ("g", {"channels": 257, **SCALED}, False),
+    ],
+)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_factors_of_values(monkeypatch, decays, options, fused, reverse):
+    """In the kernels of the forward phase, or around all of them."""
+    scaled = set()
+
+    def recorded_call(function, *arguments, **constants):
+        scaled.add(constants["R"].value_scale_heads > 0)
+        return testing.interpreted_call(function, *arguments, **constants)
+
+    monkeypatch.setattr(kernel, "call_kernel", recorded_call)
+    options = {"channels": 18, **options}
+    call, inputs = bound_of(arrays(1, 40, 2, 20, decays=decays, rate=0.1, **options), {"reverse": reverse})
+    for choice in (config.Config(16, 0, 16, 4, 1), SEVERAL_SEGMENTS):
+        scaled.clear()
+        check(call, inputs, choice)
+        assert (True in scaled) == fused
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -217,11 +257,12 @@ def test_back_to_front(interpreted, decays, bounds):
     check(*bound_of(maker, {"reverse": True, "return_state": True}), SEVERAL_SEGMENTS)
 
 
+@pytest.mark.parametrize("factors", [{}, SCALED])
 @pytest.mark.parametrize(
     ("decays", "length", "bounds"), [("g gamma", 150, None), ("gamma", 128, None), ("", 70, None), ("g", 150, (0, 70, 140))]
 )
-def test_eight_warps_turn_tiles(interpreted, decays, length, bounds):
-    maker = arrays(1, length, 1, 24, 100, value_heads=2, decays=decays, state=True, bounds=bounds, rate=0.1)
+def test_eight_warps_turn_tiles(interpreted, decays, length, bounds, factors):
+    maker = arrays(1, length, 1, 24, 100, value_heads=2, decays=decays, state=True, bounds=bounds, rate=0.1, **factors)
     check(*bound_of(maker, {"return_state": True}), config.Config(64, 64, 128, 8, 3))
 
 
@@ -251,14 +292,15 @@ def test_minus_infinity_forgets(interpreted):
 
 
 def test_each_member_of_the_batch_may_have_its_own(interpreted):
-    """What vmap over cu_seqlens and g_gamma folds to; tokens outside of every sequence hold NaN."""
-    call, inputs = bound_of(arrays(3, 40, 2, 5, 4, decays="g"))
+    """What vmap over cu_seqlens, g_gamma and skip folds to; tokens outside of every sequence hold NaN."""
+    call, inputs = bound_of(arrays(3, 40, 2, 5, 4, decays="g", value_scale=True))
     bounds = jnp.array([[0, 20, 40], [0, 0, 31], [0, 33, 33]], jnp.int32)
     outside = np.arange(40)[None] >= np.asarray(bounds)[:, -1:]
     values = {name: jnp.where(outside[..., None, None], jnp.nan, getattr(inputs, name)) for name in ("query", "key", "value")}
     gamma = jnp.asarray(-np.random.default_rng(5).random((3, 2)), jnp.float32)
-    inputs = inputs._replace(**values, cu_seqlens=bounds, g_gamma=gamma)
-    call = dataclasses.replace(call, cu_seqlens=ArraySpec.of(bounds), g_gamma=ArraySpec.of(gamma), return_state=True)
+    inputs = inputs._replace(**values, cu_seqlens=bounds, g_gamma=gamma, skip=gamma[..., None])
+    specs = {name: ArraySpec.of(getattr(inputs, name)) for name in ("cu_seqlens", "g_gamma", "skip")}
+    call = dataclasses.replace(call, **specs, return_state=True)
     for choice in (SEVERAL_SEGMENTS, config.Config(32, 32, 16, 4, 1)):
         outputs, gradients = check(call, inputs, choice)
         assert not np.asarray(outputs.out)[outside].any()
@@ -326,6 +368,21 @@ def test_stored_states_compile_within_the_limits(monkeypatch, tmp_path):
         assert compiled.asm["ptx"].count("wgmma.mma_async") >= 4, "products of whole tiles are not on the matrix units"
 
 
+def test_what_mamba_2_takes_compiles_within_the_limits(monkeypatch, tmp_path):
+    """Step sizes and skips in the kernels, with states before and after: forward spills a few registers outside of its loop,
+    gradients no more than without factors."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    limits = {"fused_chunk_kernel": (64, 0.01), "key_gradients_kernel": (296, 0.06)}
+    options = {"scale": 1.0, "return_state": True, "transposed_state": True}
+    maker = arrays(4, 4096, 1, 128, 64, value_heads=80, decays="g", rate=0.05, state=True, transposed=True, **SCALED)
+    case, tolerated = Case("mamba2", maker, options), testing.tolerated_stack(96)
+    found = {launch.identity: launch for _, launch in recorded("linear_recurrence", case, "bfloat16", target_of(90))}
+    assert [launch.kernel.fn.__name__ for launch in found.values()].count("chunk_states_kernel") == 2
+    for launch in found.values():
+        used, (stack, spilling) = testing.resources(launch.compile(90)), limits.get(launch.kernel.fn.__name__, (0, 0.0))
+        assert used.stack <= stack + tolerated and used.spilling <= spilling + tolerated, launch.kernel.fn.__name__
+
+
 @needs_jax_triton
 @pytest.mark.parametrize(("length", "sequences"), [(64, 0), (1, 0), (1, 1)])
 def test_lowers_for_cuda(length, sequences):
@@ -344,11 +401,13 @@ def test_lowers_for_cuda(length, sequences):
 
 
 @needs_jax_triton
+@pytest.mark.parametrize("factors", [{}, SCALED])
 @pytest.mark.parametrize(("length", "state"), [(1, False), (150, False), (150, True)])
-def test_stored_states_lower_for_cuda(monkeypatch, length, state):
+def test_stored_states_lower_for_cuda(monkeypatch, length, state, factors):
     """`state`: one enters, and the one that leaves has a gradient; both in float32, unlike those that are stored."""
     monkeypatch.setattr(_jax_triton, "current_target", lambda: H200)
-    call, inputs = bound_of(arrays(1, length, 1, 16, 16, value_heads=4, decays="g"), {"return_state": state}, "bfloat16")
+    made = arrays(1, length, 1, 16, 16, value_heads=4, decays="g", **factors)
+    call, inputs = bound_of(made, {"return_state": state}, "bfloat16")
     if state:
         inputs = inputs._replace(initial_state=jnp.ones((1, 1, 4, 16, 16)))
         call = dataclasses.replace(call, initial_state=ArraySpec(inputs.initial_state.shape, "float32"))

@@ -46,6 +46,7 @@ NAN: dict[str, tuple[Any, Any, Any, Any]] = {
         FUSED,
     ),
     "no decay": (LINEAR_RECURRENCE, linear(length=24, garbage=1, value_heads=4), {}, SEGMENTED),
+    "factors": (LINEAR_RECURRENCE, linear(length=24, decays="g", value_scale=True, skip="head", garbage=13), {}, FUSED),
     "bonus": (LINEAR_RECURRENCE, linear(length=24, decays="gk", bonus=True, garbage=13), {}, FUSED),
     "packed": (LINEAR_RECURRENCE, linear(1, 40, decays="g", garbage=22, bounds=PACKED, state=True), {}, SEGMENTED),
     "delta": (DELTA_RULE, delta(1, 40, garbage=22, state=True), {"return_state": True}, CHUNKED),

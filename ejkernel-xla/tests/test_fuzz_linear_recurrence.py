@@ -25,7 +25,7 @@ configs = st.sampled_from([LinearRecurrenceConfig(*sizes) for sizes in ((1, 1), 
 
 @st.composite
 def problems(draw: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays and options: any decays together, groups of heads on either side, packed or not, either direction."""
+    """Arrays and options: any decays together, factors, groups of heads on either side, packed or not, either direction."""
     length = draw(st.sampled_from((0, 1, 5, 11)))
     bounds = draw(maybe(st.lists(st.integers(0, length), min_size=0, max_size=3))) if draw(st.booleans()) else None
     sizes = {
@@ -36,6 +36,8 @@ def problems(draw: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "channels": draw(st.sampled_from((1, 2))),
         "decays": draw(st.sampled_from(_DECAYS)),
         "bonus": draw(st.booleans()),
+        "value_scale": draw(st.booleans()),
+        "skip": draw(st.sampled_from(("", "head", "channel"))),
         "state": draw(st.booleans()),
         "bounds": None if bounds is None else (0, *sorted(bounds)),
     }

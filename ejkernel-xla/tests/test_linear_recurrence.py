@@ -187,3 +187,10 @@ def test_low_precision_states_are_float32() -> None:
 def test_config_is_checked() -> None:
     with pytest.raises(ValueError, match="chunk_size, block_size: got 24, 16, expected values >= 1, the second a divisor"):
         LinearRecurrenceConfig(24, 16)
+
+
+def test_a_traced_scale_beside_a_skip_is_refused() -> None:
+    """The output takes what a traced scale differs from the default, and would scale what is skipped."""
+    arrays = problem(length=5, decays="g", skip="head")
+    with pytest.raises(ValueError, match="scale: got a traced number, expected a concrete one beside skip; multiply the query"):
+        jax.jit(lambda scale: run(arrays, scale=scale))(0.5)

@@ -22,6 +22,7 @@ NAN = {
     "scalar": ("linear_recurrence", linear(length=24, decays="g", garbage=13), {}),
     "by-value": ("linear_recurrence", linear(length=24, decays="gv", garbage=13), {}),
     "no-decay": ("linear_recurrence", linear(length=24, garbage=1, value_heads=4), {}),
+    "factors": ("linear_recurrence", linear(length=24, decays="g", value_scale=True, skip="head", garbage=13), {}),
     "bonus": ("linear_recurrence", linear(length=24, decays="gk", bonus=True, garbage=13), {}),
     "delta": ("delta_rule", delta(1, 40, garbage=22, state=True), STATE),
     "delta-by-channel": ("delta_rule", delta(length=24, decay="channel", low_rank="ab", beta=False, garbage=13), {}),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.call import named
+from ejkernel.call import named, vary_like
 from ejkernel.operations.common.heads import repeat_heads
 from ejkernel.operations.common.packed import zero_outside
 from ejkernel.operations.linear_recurrence.interface import (
@@ -161,6 +161,7 @@ def backward_with_bonus(
 
 
 def has_scales(call: LinearRecurrenceCall) -> bool:
+    """Whether there are factors of the value, for states or outputs."""
     return call.value_scale is not None or call.skip is not None
 
 
@@ -211,4 +212,4 @@ def backward_around_scales(
     given = {name: array for name, array in named(inputs) if name in names}
     (_, skipped), pull = jax.vjp(lambda given: _values(call, inputs._replace(**given)), given)
     d_skipped = None if skipped is None else cotangents.out.astype(jnp.float32)
-    return found._replace(**pull((found.value, d_skipped))[0])
+    return found._replace(**pull((vary_like(found.value, inputs), d_skipped))[0])
