@@ -183,6 +183,15 @@ def test_segments_of_wide_heads(interpreted, width, channels):
     check(call, inputs, split_in(3, WHOLE_ROWS), (3e-6, 2e-5))
 
 
+@pytest.mark.parametrize(("dtype", "limits"), [("bfloat16", (8e-3, 1.6e-2)), ("float16", (1e-3, 2.5e-3))])
+def test_segments_in_narrow_dtypes(interpreted, dtype, limits):
+    """Weak decays, so that states come from the first segment."""
+    call, inputs = bound_of(arrays(1, 300, 1, 32, 20, state=True), {"use_qk_l2norm": True}, dtype)
+    inputs = inputs._replace(decay=inputs.decay * jnp.asarray(0.01, inputs.decay.dtype))
+    choices = config.Config(64, 32, 4, 1), config.GradientConfig(64, 32, 4, 1, 32, 32, 4)
+    check(call, inputs, split_in(3, choices), limits)
+
+
 def test_transitions_that_vanish_are_not_walked_to_the_end(interpreted):
     """What they do not see, such as a NaN, is in the states all the same."""
     call, inputs = bound_of(arrays(1, 16 * 40, 1, 16, 16, state=True), {"use_qk_l2norm": True, "return_state": True})
