@@ -235,9 +235,7 @@ def forward_heuristic(call: LinearRecurrenceCall, target: Target) -> Config:
 
 def backward_heuristic(call: LinearRecurrenceCall, target: Target) -> Config:
     model = _Model(call, target, backward=True)
-    return next(iter(_with_stored_states(model)), None) or _preferred(
-        model, min(_segment(call), _backward_segments(call)[-1])
-    )
+    return next(iter(_with_stored_states(model)), None) or _preferred(model, min(_segment(call), _backward_segments(call)[-1]))
 
 
 def _backward_segments(call: LinearRecurrenceCall) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 
 from ejkernel.operations.selective_scan.interface import SelectiveScanCall
 from ejkernel.plugin import ConfigSpace, Target
