@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel
+from ejkernel._plugins import catalog
 from ejkernel.call.order import UNMEASURED, default_priority
 from ejkernel.plugin import Phase, Target
 from ejkernel_bench._document import SCHEMA, parse_document
@@ -57,6 +58,12 @@ def test_what_stands_first_was_fastest(target, timed, times):
     found = priorities(target, *timed, times)
     first = max(times, key=lambda name: found[name].level)
     assert times[first] <= TOLERATED * min(times.values()), (first, times)
+
+
+def test_every_order_is_read():
+    folder = Path(catalog.__file__).parents[1] / "operations"
+    found = sorted(path.parent.name for path in folder.glob("*/order.py"))
+    assert (*(name for name in found if name != "common"),) == catalog.ORDERED
 
 
 @pytest.mark.parametrize(("target", "timed", "times"), TIMED)

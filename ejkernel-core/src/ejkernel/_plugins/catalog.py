@@ -58,6 +58,7 @@ ORDERED = (
     "grouped_matmul",
     "latent_paged_attention",
     "layer_norm",
+    "lightning_indexer",
     "linear_recurrence",
     "mean_pooling",
     "moe_permute",
