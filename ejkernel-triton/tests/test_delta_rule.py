@@ -317,7 +317,7 @@ def test_segments_compile_without_spills(monkeypatch, tmp_path, capability):
     for launch in kernels:
         found = testing.resources(launch.compile(capability))
         assert found.shared <= shared_memory_limit(target_of(capability))
-        assert found.spilling < 0.02, launch.kernel.fn.__name__
+        assert found.spilling < (0.02 if capability == 90 else 0.04), launch.kernel.fn.__name__
 
 
 @needs_jax_triton
