@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import pluggy
 
-from ejkernel.targets import Target, current_target
+from ejkernel.targets import Target, current_target, will_be_lowered
 
 __all__ = [
     "API_LEVEL",
@@ -35,6 +35,7 @@ __all__ = [
     "hookspec",
     "resolve",
     "tables_beside",
+    "will_be_lowered",
 ]
 
 API_LEVEL = 2
@@ -104,8 +105,9 @@ class Implementation:
         lowered_from: `() -> str | None`: everything else that decides what the code is lowered to (versions of its compiler,
             settings, sources outside of the package of `target`), after registering its custom calls. Core then keeps the lowered
             code on disk, under a hash of this, the call, JAX's settings and the sources, and other processes neither trace nor
-            lower it. The code must be one that `jax.export` takes, hence without callbacks, and be named by a string. None, of
-            the function too: nothing is kept.
+            lower it. It is traced when the program that calls it is lowered, or before if `will_be_lowered()`. The code must be
+            one that `jax.export` takes, hence without callbacks, and be named by a string. None, of the function too: nothing is
+            kept.
     """
 
     operation: str

@@ -9,6 +9,7 @@ import re
 from collections.abc import Generator, Iterable
 from typing import Any
 
+_lowered: contextvars.ContextVar[bool] = contextvars.ContextVar("ejkernel_lowered", default=False)
 _building: contextvars.ContextVar[Target | None] = contextvars.ContextVar("ejkernel_building", default=None)
 _BACKEND_OF_PLATFORM = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 
@@ -60,13 +61,14 @@ def target_of_device(device: Any) -> Target:
 
 
 @contextlib.contextmanager
-def building_for(target: Target) -> Generator[None]:
-    """Say for which device the implementation traced inside the block is built."""
-    token = _building.set(target)
+def building_for(target: Target, *, lowered: bool = False) -> Generator[None]:
+    """Say for which device the implementation traced inside the block is built, and whether it will surely be lowered."""
+    tokens = _building.set(target), _lowered.set(lowered)
     try:
         yield
     finally:
-        _building.reset(token)
+        _building.reset(tokens[0])
+        _lowered.reset(tokens[1])
 
 
 def current_target() -> Target:
@@ -75,6 +77,14 @@ def current_target() -> Target:
     Kernels that are compiled while they are traced or lowered ask here and never the host, which may have another device or none.
     """
     return _building.get() or _default_target()
+
+
+def will_be_lowered() -> bool:
+    """Whether the code being traced will surely be lowered, so that its kernels may be compiled in the meantime.
+
+    False for the forward phase without residuals: JAX traces it for every differentiated call, whose gradient does not run it.
+    """
+    return _lowered.get()
 
 
 def as_target(value: Target | str | Any) -> Target:
