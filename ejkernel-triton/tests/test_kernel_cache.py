@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -249,6 +251,72 @@ def test_line_tables_only_where_they_are_wished(program, monkeypatch):
     without, with_lines = stored
     assert ".loc" not in without["ptx"] and ".loc" in with_lines["ptx"]
     assert os.environ["TRITON_DISABLE_LINE_INFO"] == "0"
+
+
+def test_threads_compile_a_kernel_once(program, place):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        texts, calls = program.counted(lambda: {*pool.map(lambda _: program.lowered(program.double), range(8))})
+    assert (len(texts), calls, len(place.entries)) == (1, ONCE, 1)
+
+
+def test_compiling_leaves_the_settings_of_other_threads_alone(program, monkeypatch):
+    """Triton's knob for line tables is of the process; cache keys hold what the user set, and so does the environment."""
+    from triton import knobs
+
+    from ejkernel_triton import _jax_triton
+
+    before, seen = _jax_triton.lowered_from(), []
+    make_ptx = program.CUDABackend.make_ptx
+    two = threading.Barrier(2)
+
+    def observed(*arguments, **options):
+        two.wait(timeout=60)
+        seen.append(
+            (knobs.compilation.disable_line_info, os.environ.get("TRITON_DISABLE_LINE_INFO"), _jax_triton.lowered_from())
+        )
+        return make_ptx(*arguments, **options)
+
+    monkeypatch.setattr(program.CUDABackend, "make_ptx", observed)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        [*pool.map(lambda block: program.lowered(lambda x: program.double(x, BLOCK=block)), (128, 256))]
+    assert before is not None and seen == 2 * [(True, None, before)]
+    assert not vars(knobs.compilation)
+
+
+def test_kernels_that_will_be_lowered_are_compiled_while_they_are_traced(program, place, monkeypatch):
+    import jax
+
+    from ejkernel.plugin import Target
+    from ejkernel.targets import building_for
+    from ejkernel_triton import _compile_ahead
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(_compile_ahead, "_threads", lambda: pool)
+        traced = []
+        for lowered in (False, True):
+            with building_for(Target("gpu", "", "9.0"), lowered=lowered):
+                traced.append(jax.jit(lambda x: program.double(x)).trace(jax.ShapeDtypeStruct((512,), "float32")))
+            if not lowered:
+                pool.submit(int).result()
+                assert place.entries == []
+    assert len(place.entries) == 1
+    _, calls = program.counted(lambda: [each.lower(lowering_platforms=("cuda",)) for each in traced])
+    assert calls == {}
+
+
+def test_what_cannot_be_compiled_raises_where_it_is_lowered(program, monkeypatch):
+    import jax
+
+    from ejkernel.plugin import Target
+    from ejkernel.targets import building_for
+    from ejkernel_triton import _compile_ahead
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(_compile_ahead, "_threads", lambda: pool)
+        with building_for(Target("gpu", "", "9.0"), lowered=True):
+            traced = jax.jit(lambda x: program.double(x, BLOCK=100)).trace(jax.ShapeDtypeStruct((512,), "float32"))
+    with pytest.raises(Exception, match="power of 2"):
+        traced.lower(lowering_platforms=("cuda",))
 
 
 def test_kernels_of_others_are_left_alone(program, place):

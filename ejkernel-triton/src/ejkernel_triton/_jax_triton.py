@@ -17,9 +17,10 @@ from typing import Any
 
 import jax
 
-from ejkernel.plugin import current_target
+from ejkernel.plugin import current_target, will_be_lowered
+from ejkernel_triton._compile_ahead import compile_ahead
 from ejkernel_triton._interpret import interpreting
-from ejkernel_triton._kernel_cache import install, keep, patch_problem, versions_key
+from ejkernel_triton._kernel_cache import has_knobs_set, install, keep, patch_problem, versions_key
 from ejkernel_triton._versions import version_problem
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
@@ -108,21 +109,22 @@ def call_kernel(
         raise ValueError(f"target: got {current_target()}, expected a GPU with a known compute capability")
     arrays = [i for i, value in enumerate(inputs) if not isinstance(value, int)]
     aliases = {arrays.index(given): result for given, result in (input_output_aliases or {}).items()}
-    return list(
-        _jax_triton().triton_call(
-            *inputs,
-            kernel=kernel,
-            out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs],
-            grid=(grid,),
-            name=kernel.fn.__name__,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            enable_fp_fusion=fp_fusion,
-            input_output_aliases=aliases,
-            compute_capability=capability[0] * 10 + capability[1],
-            **constants,
-        )
+    call = functools.partial(
+        _jax_triton().triton_call,
+        kernel=kernel,
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs],
+        grid=(grid,),
+        name=kernel.fn.__name__,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        enable_fp_fusion=fp_fusion,
+        input_output_aliases=aliases,
+        compute_capability=capability[0] * 10 + capability[1],
+        **constants,
     )
+    if will_be_lowered():
+        compile_ahead(call, inputs)
+    return list(call(*inputs))
 
 
 def lowered_from() -> str | None:
@@ -131,7 +133,7 @@ def lowered_from() -> str | None:
         return None
     # Knobs that are set in Python, of which Triton need not tell the environment, and compilations that are asked for.
     knobs = sys.modules.get("triton.knobs")
-    if knobs is not None and any(vars(group) for group in vars(knobs).values() if isinstance(group, knobs.base_knobs)):
+    if knobs is not None and has_knobs_set(knobs):
         return None
     if os.environ.get(_ALWAYS_COMPILE, "").lower() in _ON:
         return None

@@ -15,6 +15,7 @@ persistent compilation cache hits too. Hence PTX has no line tables, unless TRIT
 # pyright: basic, reportMissingImports=false
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -24,6 +25,7 @@ import json
 import os
 import re
 import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,11 +40,16 @@ _CALLED = {"code_gen", "ast_to_ttir", "compile_ttir_inplace"}
 _ARGUMENTS = ("ttir", "backend", "options", "compute_capability", "platform")
 _RESULTS = ("binary", "name", "shared_mem_bytes", "ttgir", "llir")
 _LINE_INFO = "TRITON_DISABLE_LINE_INFO"
+_LINE_KNOB = "disable_line_info"
 _SCRATCH = "p_scratch"
 
 _registered: dict[int, Any] = {}
 _installing = threading.Lock()
-_compiling = threading.Lock()
+_locks: dict[Any, threading.Lock] = {}
+"""One for each kernel that was wanted."""
+_line_tables = threading.Lock()
+_without_line_tables: list[Mapping[str, Any]] = []
+"""Knobs of compilation as the first of the threads that compile without line tables found them, once for each of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +106,7 @@ def patch_problem(library: Any) -> str | None:
     create, compile_, result = (cast("Any", getattr(library, name, None)) for name in names)
     if (
         None in (create, compile_, result)
-        or not set(create.__code__.co_names) >= _CALLED
+        or not set(inspect.unwrap(create).__code__.co_names) >= _CALLED
         or tuple(inspect.signature(compile_).parameters) != _ARGUMENTS
         or tuple(field.name for field in dataclasses.fields(result)) != _RESULTS
     ):
@@ -113,6 +120,7 @@ def install(library: Any) -> None:
     with _installing:
         if isinstance(library.code_gen, _Frontend) or patch_problem(library) is not None:
             return
+        library.get_or_create_triton_kernel = _one_at_a_time(library.get_or_create_triton_kernel)
         library.code_gen = _Frontend(library.code_gen)
         library.compile_ttir_inplace = functools.partial(_compile, library.compile_ttir_inplace, library.CompilationResult)
 
@@ -141,6 +149,21 @@ class _Frontend:
         return _Uncached(module, key, _with_relative_paths(str(module), fn), parameters)
 
 
+def _one_at_a_time(create: Callable[..., Any]) -> Callable[..., Any]:
+    """Let threads that want the same kernel wait for the first, whose result jax-triton remembers."""
+
+    @functools.wraps(create)
+    def wrapped(
+        backend: Any, platform: str, fn: Any, dtypes: Sequence[str], scalars: Any, *, metaparams: Any, **options: Any
+    ) -> Any:
+        signature = (platform, fn, *dtypes, *((index, kind, value == 1) for index, kind, value in scalars))
+        same = (*signature, *metaparams.items(), *options.items())
+        with _locks.setdefault(same, threading.Lock()):
+            return create(backend, platform, fn, dtypes, scalars, metaparams=metaparams, **options)
+
+    return wrapped
+
+
 def _compile(compile_: Any, result: Any, ttir: Any, backend: Any, options: Any, compute_capability: Any, platform: str) -> Any:
     if isinstance(ttir, _Cached):
         return _as_result(result, ttir.entry)
@@ -149,10 +172,7 @@ def _compile(compile_: Any, result: Any, ttir: Any, backend: Any, options: Any, 
     if ttir.key is None:
         compiled = compile_(ttir.module, backend, options, compute_capability, platform)
         return dataclasses.replace(compiled, binary=_with_scratch(compiled.binary, compiled.name, ttir.parameters))
-    from triton import knobs
-
-    with _compiling, knobs.compilation.scope():
-        knobs.compilation.disable_line_info = not _line_info()
+    with contextlib.nullcontext() if _line_info() else _no_line_tables():
         compiled = compile_(ttir.module, backend, options, compute_capability, platform)
     binary = _with_scratch(compiled.binary, compiled.name, ttir.parameters)
     entry = Entry(compiled.name, compiled.shared_mem_bytes, str(ttir), binary)
@@ -195,6 +215,37 @@ def _line_info() -> bool:
     from triton import knobs
 
     return _LINE_INFO in os.environ and not knobs.compilation.disable_line_info
+
+
+@contextlib.contextmanager
+def _no_line_tables() -> Generator[None]:
+    """Compile without line tables, in any number of threads.
+
+    Triton has one knob for all of them. It is not set as an attribute: that would write the environment variable too, which is
+    part of cache keys.
+    """
+    from triton import knobs
+
+    own = vars(knobs.compilation)
+    with _line_tables:
+        _without_line_tables.append(_without_line_tables[0] if _without_line_tables else dict(own))
+        own[_LINE_KNOB] = True
+    try:
+        yield
+    finally:
+        with _line_tables:
+            found = _without_line_tables.pop()
+            if not _without_line_tables:
+                del own[_LINE_KNOB]
+                own.update(found)
+
+
+def has_knobs_set(knobs: Any) -> bool:
+    """Whether the user has set knobs of Triton in Python."""
+    with _line_tables:
+        own = {id(knobs.compilation): _without_line_tables[0]} if _without_line_tables else {}
+        groups = (group for group in vars(knobs).values() if isinstance(group, knobs.base_knobs))
+        return any(own.get(id(group), vars(group)) for group in groups)
 
 
 def _key(source: Any, options: Any) -> str:
