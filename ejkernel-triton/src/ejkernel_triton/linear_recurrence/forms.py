@@ -165,9 +165,10 @@ def has_scales(call: LinearRecurrenceCall) -> bool:
     return call.value_scale is not None or call.skip is not None
 
 
-def _without_scales(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) -> tuple[LinearRecurrenceCall, Any]:
+def _of_values(
+    call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, value: Any
+) -> tuple[LinearRecurrenceCall, LinearRecurrenceInputs]:
     """The call of the values that the state takes, and its inputs."""
-    value = _values(call, inputs)[0]
     spec = dataclasses.replace(call.value, shape=value.shape)
     inner = dataclasses.replace(call, value=spec, value_scale=None, skip=None)
     return inner, inputs._replace(value=value, value_scale=None, skip=None)
@@ -193,7 +194,8 @@ def _values(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) -> tuple
 def forward_around_scales(
     run: Forward, call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: Config
 ) -> LinearRecurrenceOutputs:
-    found, skipped = run(*_without_scales(call, inputs), config), _values(call, inputs)[1]
+    value, skipped = _values(call, inputs)
+    found = run(*_of_values(call, inputs, value), config)
     if skipped is None:
         return found
     return found._replace(out=(found.out.astype(jnp.float32) + skipped).astype(found.out.dtype))
@@ -207,9 +209,9 @@ def backward_around_scales(
     cotangents: LinearRecurrenceOutputs,
     config: Config,
 ) -> LinearRecurrenceInputs:
-    found = run(*_without_scales(call, inputs), outputs, cotangents, config)
     names = ("value", "value_scale", "skip")
     given = {name: array for name, array in named(inputs) if name in names}
-    (_, skipped), pull = jax.vjp(lambda given: _values(call, inputs._replace(**given)), given)
+    (value, skipped), pull = jax.vjp(lambda given: _values(call, inputs._replace(**given)), given)
+    found = run(*_of_values(call, inputs, value), outputs, cotangents, config)
     d_skipped = None if skipped is None else cotangents.out.astype(jnp.float32)
     return found._replace(**pull((vary_like(found.value, inputs), d_skipped))[0])
