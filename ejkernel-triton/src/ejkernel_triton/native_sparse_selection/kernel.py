@@ -93,8 +93,9 @@ def block_scores_kernel(
             b_query = load_rows(p_query, o_head * SIZE, m_query, SIZE, BLOCK_SIZE, DTYPE)  # [BLOCK_Q, BLOCK_SIZE]
             b_lse = tl.load(p_lse + o_head, mask=m_query, other=0.0) * _LOG2_E
             b_product = tl.dot(b_query, tl.trans(b_means), input_precision=PRECISION)  # [BLOCK_Q, BLOCK_N]
-            b_weight = tl.exp2(b_product * (SCALE * _LOG2_E) - b_lse[:, None])
-            b_sum += tl.where(b_weight >= 0.0, b_weight, 0.0)
+            b_exponent = b_product * (SCALE * _LOG2_E) - b_lse[:, None]
+            # Not `weight >= 0`: ptxas takes it to be true of what exp2 gives, which may be NaN.
+            b_sum += tl.where(b_exponent == b_exponent, tl.exp2(b_exponent), 0.0)
         p_scores += (i_row * KEY_HEADS + i_key_head) * entries + i_entry
         o_score = (o_query * (KEY_HEADS * entries))[:, None] + o_entry[None, :]
         tl.store(p_scores + o_score, tl.minimum(b_sum, _LARGEST), mask=m_query[:, None] & m_entry[None, :])
