@@ -246,25 +246,29 @@ LONG_AND_FEW = Case(
 
 
 def segments_of(batch, length, heads, width=128, target=H200, **arguments):
-    """Those of the search spaces; the heuristic takes one."""
+    """That of the heuristics, then those of the search spaces."""
     spec = ArraySpec((batch, length, heads, width), "bfloat16")
     call = DeltaRuleCall(query=spec, key=spec, value=spec, **arguments)
-    found = [{choice.segments for choice in space.search_space(call, target)} for space in (config.FORWARD, config.BACKWARD)]
+    spaces = config.FORWARD, config.BACKWARD
+    (chosen,) = {space.heuristic(call, target).segments for space in spaces}
+    found = [{choice.segments for choice in space.search_space(call, target)} for space in spaces]
     assert found[0] == found[1]
-    assert {space.heuristic(call, target).segments for space in (config.FORWARD, config.BACKWARD)} == {1}
-    return found[0]
+    return chosen, found[0]
 
 
-def test_long_sequences_of_few_heads_may_be_split():
+def test_long_sequences_of_few_heads_are_split():
     """On 132 multiprocessors, which 8 heads of 128 channels leave half idle."""
-    assert segments_of(1, 32768, 8) == segments_of(1, 32768, 1) == {1, 4, 8, 16}
-    assert segments_of(1, 8192, 8) == {1, 4, 8}
-    assert segments_of(1, 512, 8) == segments_of(1, 32768, 32) == segments_of(4, 8192, 8) == {1}
+    assert segments_of(1, 32768, 8) == (8, {1, 4, 8, 16})
+    assert segments_of(1, 32768, 1) == (16, {1, 4, 8, 16})
+    assert segments_of(1, 8192, 8) == segments_of(2, 8192, 4) == (8, {1, 4, 8})
+    assert segments_of(1, 512, 8) == segments_of(1, 32768, 32) == segments_of(4, 8192, 8) == (1, {1})
+    by_channel = ArraySpec((1, 32768, 8, 128), "float32")
+    assert segments_of(1, 32768, 8, decay=by_channel) == (4, {1, 4, 8, 16})
     bounds = {count: ArraySpec((1, count + 1), "int32") for count in (2, 16)}
-    assert segments_of(1, 32768, 4, cu_seqlens=bounds[2]) == {1, 4, 8, 16}
-    assert segments_of(1, 32768, 4, cu_seqlens=bounds[16]) == {1}
+    assert segments_of(1, 32768, 4, cu_seqlens=bounds[2]) == (8, {1, 4, 8, 16})
+    assert segments_of(1, 32768, 4, cu_seqlens=bounds[16]) == (1, {1})
     low_rank = ArraySpec((1, 32768, 4, 128), "bfloat16")
-    assert segments_of(1, 32768, 4, a=low_rank, b=low_rank) == {1}
+    assert segments_of(1, 32768, 4, a=low_rank, b=low_rank) == (1, {1})
 
 
 def test_segments_have_their_best_block():
@@ -309,11 +313,11 @@ def test_compiles_within_the_limits(monkeypatch, tmp_path, name):
 def test_segments_compile_without_spills(monkeypatch, tmp_path, capability):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     case = LONG_AND_FEW if capability == 90 else dataclasses.replace(LONG_AND_FEW, arrays=arrays(1, 32768, 4, 128, 128))
-    found = recorded("delta_rule", case, "bfloat16", target_of(capability), space=True)
-    launched = {launch.identity: launch for name, launch in found if "segments=8" in name}
-    kernels = [one for one in launched.values() if one.kernel.fn.__module__ in SCANS and one.constants["SEGMENTS"] == 8]
+    launched = {launch.identity: launch for _, launch in recorded("delta_rule", case, "bfloat16", target_of(capability))}
+    kernels = [launch for launch in launched.values() if launch.kernel.fn.__module__ in SCANS]
     names = [launch.kernel.fn.__name__ for launch in kernels]
     assert names.count("segment_scan_kernel") == names.count("carry_kernel") == 2
+    assert {launch.constants["SEGMENTS"] for launch in kernels} == {8}
     for launch in kernels:
         found = testing.resources(launch.compile(capability))
         assert found.shared <= shared_memory_limit(target_of(capability))

@@ -140,12 +140,7 @@ class _Model:
         return [x for x in found if self.walk_fits(self.chunk, x[0], x[2], backward=backward)] or [(self.blocks()[0], 4, 1)]
 
     def segments(self) -> list[int]:
-        """Numbers of segments for a search: several where the narrowest programs leave multiprocessors idle.
-
-        On an H100 T8192 takes 0.133 ms for 8 heads of 128 with 8 segments and 0.215 with one, 0.247 for 32 of 64 with 4 and 0.279;
-        T32768, 8 heads of 128, 0.427 and 0.812, backward 1.43 and 2.55. The default is one until numbers have been compared on a
-        GPU under decays so weak that a state outlives a segment.
-        """
+        """Numbers of segments to choose from: several where the narrowest programs leave multiprocessors idle."""
         chunks = self.call.query.shape[1] // max(self.call.sequences * self.chunk, 1)
         if self.general or self.share(self.blocks()[0]) > 1:
             return [1]
@@ -154,6 +149,18 @@ class _Model:
     def share(self, block: int, segments: int = 1) -> float:
         """Programs for each multiprocessor."""
         return self.programs * segments * -(-self.channels // block) / self.multiprocessors
+
+    def preferred_segments(self) -> int:
+        """Several where the widest block leaves most multiprocessors idle: as few as fill them with it.
+
+        On an H100 T8192 takes 0.133 ms for 8 heads of 128 with 8 segments and 0.215 with one, 0.247 for 32 of 64 with 4 and 0.279;
+        T32768, 8 heads of 128, 0.424 and 0.766, backward 1.28 and 2.05, and with decays per channel 1.10 with 4 and 1.39.
+        """
+        counts = self.segments()
+        widest = max(block for block in self.blocks() if block <= (32 if self.call.decays_by_channel else self.widest))
+        if self.share(widest) > 0.3:
+            return 1
+        return min((count for count in counts if self.share(widest, count) >= 0.75), default=counts[0])
 
     def preferred(self, segments: int, *, backward: bool) -> tuple[int, int, int]:
         """The widest block with which every multiprocessor has a program, the deepest pipeline that fits."""
@@ -177,7 +184,8 @@ def forward_heuristic(call: DeltaRuleCall, target: Target) -> Config:
     if not call.chunked or _few_tokens(call):
         return _steps(call)
     model = _Model(call, target)
-    return Config(model.chunk, *model.preferred(1, backward=False))
+    segments = model.preferred_segments()
+    return Config(model.chunk, *model.preferred(segments, backward=False), segments)
 
 
 def forward_space(call: DeltaRuleCall, target: Target) -> list[Config]:
@@ -189,7 +197,7 @@ def forward_space(call: DeltaRuleCall, target: Target) -> list[Config]:
         return list(dict.fromkeys([chosen, *found]))
     model = _Model(call, target)
     found = [Config(model.chunk, *model.preferred(count, backward=False), count) for count in model.segments()]
-    found += [Config(model.chunk, *walk) for walk in model.walks(backward=False)]
+    found += [Config(model.chunk, *walk, chosen.segments) for walk in model.walks(backward=False)]
     return list(dict.fromkeys([chosen, *found]))
 
 
@@ -203,12 +211,14 @@ def backward_heuristic(call: DeltaRuleCall, target: Target) -> GradientConfig:
     model = _Model(call, target)
     rows = _rows(model)
     columns = min(model.channels, 32 if model.split else 64)
-    return GradientConfig(model.chunk, *model.preferred(1, backward=True), rows, columns, 8 if rows >= 128 else 4)
+    segments = model.preferred_segments()
+    walk = model.preferred(segments, backward=True)
+    return GradientConfig(model.chunk, *walk, rows, columns, 8 if rows >= 128 else 4, segments)
 
 
 def backward_space(call: DeltaRuleCall, target: Target) -> list[GradientConfig]:
     model, chosen = _Model(call, target), backward_heuristic(call, target)
-    walks = [(walk, 1) for walk in model.walks(backward=True)]
+    walks = [(walk, chosen.segments) for walk in model.walks(backward=True)]
     walks += [(model.preferred(count, backward=True), count) for count in model.segments()]
     found = [
         dataclasses.replace(chosen, block_v=block, num_warps=warps, num_stages=stages, segments=segments)
