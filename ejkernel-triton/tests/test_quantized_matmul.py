@@ -9,17 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.call import ArraySpec
 from ejkernel.operations.common.tolerance import deviation
 from ejkernel.operations.quantized_matmul import reference
 from ejkernel.operations.quantized_matmul.cases import CASES, grouped_arrays, packed
-from ejkernel.operations.quantized_matmul.interface import OPERATION, QuantizedMatmulInputs, QuantizedMatmulOutputs
+from ejkernel.operations.quantized_matmul.interface import (
+    OPERATION,
+    QuantizedMatmulCall,
+    QuantizedMatmulInputs,
+    QuantizedMatmulOutputs,
+)
 from ejkernel.plugin import Target
 from ejkernel.quantization.codes import NF4
 from ejkernel_triton._ahead_of_time import recorded, target_of
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.quantized_matmul import capability, gradients
-from ejkernel_triton.quantized_matmul.config import FORWARD, Config
+from ejkernel_triton.quantized_matmul.config import BACKWARD, FORWARD, Config
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
@@ -138,7 +144,7 @@ def test_groups_of_every_member():
     }
     specs = {name: dataclasses.replace(getattr(one, name), shape=array.shape) for name, array in arrays.items()}
     call, inputs = dataclasses.replace(one, **specs), QuantizedMatmulInputs(**arrays)
-    for choice in (TILES["one"], TILES["sections"]):
+    for choice in TILES.values():
         outputs = kernel.forward(call, inputs, choice)
         grad = QuantizedMatmulOutputs(jnp.cos(jnp.arange(float(outputs.out.size))).reshape(outputs.out.shape))
         found = kernel.backward(call, inputs, outputs, grad, choice)
@@ -156,19 +162,20 @@ def test_groups_of_every_member():
 
 @pytest.mark.parametrize(("mode", "bits", "group"), FORMATS, ids=lambda value: str(value))
 @pytest.mark.parametrize("transpose", [False, True], ids=["rows", "columns"])
-def test_every_format_in_groups(mode, bits, group, transpose):
+@pytest.mark.parametrize("unpack", [False, True], ids=["packed", "unpacked"])
+def test_every_format_in_groups(mode, bits, group, transpose, unpack):
     """Groups of more rows than a tile, empty ones, rows past the sum; sections; the gradient of x."""
     size = 7 * 12 if group == 7 else 64
     inner, columns = (size, 24) if transpose else (24, size)
     make = grouped_arrays(45, inner, columns, (3, 0, 19, 0, 20), (mode, bits, group), transpose=transpose)
     options = {"mode": mode, "bits": bits, "group_size": group, "transpose": transpose}
     call, inputs = bound_of(make(np.random.default_rng(0)), options, "bfloat16")
-    outputs = kernel.forward(call, inputs, Config(16, 16, 16 if transpose else 8, 2, 1, 1))
+    outputs = kernel.forward(call, inputs, Config(16, 16, 16 if transpose else 8, 2, 1, 1, unpack))
     exact = reference.forward(call, wide(inputs))
     assert deviation(outputs.out, exact.out).norm < 8e-3
     assert (np.asarray(outputs.out[0, 42:], np.float32) == 0).all()
     grad = QuantizedMatmulOutputs(jnp.asarray(np.cos(np.arange(exact.out.size)).reshape(exact.out.shape), "bfloat16"))
-    found = kernel.backward(call, inputs, outputs, grad, Config(16, 16, 8 if transpose else 16, 2, 1, 1))
+    found = kernel.backward(call, inputs, outputs, grad, Config(16, 16, 8 if transpose else 16, 2, 1, 1, unpack))
     assert deviation(found.x, reference.backward(call, wide(inputs), exact, wide(grad)).x).norm < 1.6e-2
 
 
@@ -177,7 +184,7 @@ def test_matrices_of_empty_groups_are_not_read():
     make = grouped_arrays(19, 24, 64, (0, 19, 0), ("affine", 4, 32))
     call, inputs = bound_of(make(np.random.default_rng(0)), {"mode": "affine", "group_size": 32})
     hidden = inputs._replace(scales=inputs.scales.at[0, ::2].set(jnp.nan), zeros=inputs.zeros.at[0, ::2].set(jnp.nan))
-    for choice in (TILES["one"], TILES["sections"]):
+    for choice in TILES.values():
         want = kernel.forward(call, inputs, choice).out
         np.testing.assert_array_equal(kernel.forward(call, hidden, choice).out, want)
 
@@ -270,6 +277,18 @@ def test_enough_programs_and_no_section_without_work(rows):
         assert tiles * chosen.split_k >= 2 * 132
         assert chosen.split_k <= 4096 // chosen.block_rows
     assert len(FORWARD.search_space(call, H200)) <= 12
+
+
+@pytest.mark.parametrize(("rows", "experts", "unpack"), [(4096, 8, True), (1024, 8, False), (32768, 64, False)])
+def test_experts_of_many_rows_unpack_once(rows, experts, unpack):
+    """Not where all matrices take more than a GiB."""
+    spec = {"x": ((1, rows, 4096), "bfloat16"), "w": ((1, experts, 4096, 1792), "uint32")}
+    spec |= dict.fromkeys(("scales", "zeros"), ((1, experts, 4096, 224), "bfloat16"))
+    arrays = {name: ArraySpec(*each) for name, each in spec.items()}
+    call = QuantizedMatmulCall(**arrays, group_sizes=ArraySpec((1, experts), "int32"), mode="affine", bits=4, group_size=64)
+    for space in (FORWARD, BACKWARD):
+        assert space.heuristic(call, H200).unpack == unpack
+        assert any(choice.unpack for choice in space.search_space(call, H200)) == (experts == 8)
 
 
 def dataclasses_of(case, rows):

@@ -18,6 +18,10 @@ LEAST_DEPTH = 16
 """Shortest contraction of an MMA, and its rows."""
 _MANY_ROWS = 512
 """Rows of x above which unpacking once is cheaper than unpacking for every tile of rows, where tiles may have many rows."""
+_MANY_ROWS_OF_A_GROUP = 256
+"""The same of rows in groups, whose products do not leave the kernel for XLA's."""
+_MOST_UNPACKED = 2**30
+"""Bytes of the matrices of groups that may be unpacked."""
 _WGMMA_ROWS = 64
 """Rows of a tile of a warpgroup. Where tiles have 16 rows only, more rows than these are unpacked once."""
 
@@ -33,8 +37,8 @@ class Config:
         split_k: sections of the contracted dimension, each summed by a program of its own.
         num_warps: warps per program.
         num_stages: pipeline stages.
-        unpack: whether the weights are unpacked to memory first, and multiplied by XLA; the other fields do not matter then.
-            Weights of groups never are.
+        unpack: whether the weights are unpacked to memory first, and multiplied by XLA or, in groups, as `grouped_matmul` does; the
+            other fields do not matter then.
     """
 
     block_m: int
@@ -75,6 +79,7 @@ class Product:
         columns: stored columns, along which codes are packed.
         packed_inner: whether the contraction runs along them.
         itemsize: bytes of an element of x.
+        unpacked: bytes of all weights in the dtype of x.
         bits: of a code.
         grouped: whether rows are in groups.
         target: of the call.
@@ -86,6 +91,7 @@ class Product:
     columns: int
     packed_inner: bool
     itemsize: int
+    unpacked: int
     bits: int
     grouped: bool
     target: Target
@@ -126,13 +132,15 @@ def product_of(call: QuantizedMatmulCall, target: Target, *, gradient: bool) -> 
     members = 1 if shared else batch
     if call.group_sizes is not None:
         members = max(min(batch * call.matrices, batch * rows), 1)
+    itemsize = call.x.nbytes // max(call.x.size, 1) or 4
     return Product(
         members=members,
         rows=-(-batch * rows // members),
         stored_rows=call.stored_rows,
         columns=call.packed_columns,
         packed_inner=call.transpose != gradient,
-        itemsize=call.x.nbytes // max(call.x.size, 1) or 4,
+        itemsize=itemsize,
+        unpacked=(1 if shared else batch) * call.matrices * call.stored_rows * call.packed_columns * itemsize,
         bits=call.bits,
         grouped=call.group_sizes is not None,
         target=target,
@@ -157,26 +165,32 @@ def _shapes(product: Product) -> list[tuple[int, int, int, int, int]]:
         return [(16, 32, 8, 1, 3), (16, 64, 8, 1, 3)]
     if not product.hopper or product.rows <= LEAST_DEPTH:
         return small
-    return [many, *large] if product.rows > _WGMMA_ROWS and product.period <= 16 else large
+    if product.grouped and product.packed_inner:
+        large = sorted(large, key=lambda shape: -shape[1])
+    if product.rows <= _WGMMA_ROWS or product.period > 16:
+        return large
+    return [*large, many] if product.grouped and (product.packed_inner or product.bits < 8) else [many, *large]
 
 
 def _unpacking(product: Product) -> Config:
     return dataclasses.replace(product.config(16, 16, 32, 4, 1), split_k=1, unpack=True)
 
 
+def _may_unpack(product: Product) -> bool:
+    return not product.grouped or product.unpacked <= _MOST_UNPACKED
+
+
 def _heuristic(product: Product) -> Config:
-    if product.grouped:
-        return product.config(*_shapes(product)[0])
-    by_many_rows = product.hopper and product.itemsize == 2 and product.period <= 16
-    if product.rows > (_MANY_ROWS if by_many_rows else _WGMMA_ROWS):
-        return _unpacking(product)
-    return product.config(*_shapes(product)[0])
+    most = _WGMMA_ROWS
+    if product.hopper and product.itemsize == 2 and product.period <= 16:
+        most = _MANY_ROWS_OF_A_GROUP if product.grouped else _MANY_ROWS
+    return _unpacking(product) if product.rows > most and _may_unpack(product) else product.config(*_shapes(product)[0])
 
 
 def _space(product: Product) -> list[Config]:
     found = [_heuristic(product), *(product.config(*shape) for shape in _shapes(product))]
     found += [product.config(*_shapes(product)[0], load=load) for load in (2.0, 4.0, 6.0)]
-    return list(dict.fromkeys(found if product.grouped else [*found, _unpacking(product)]))
+    return list(dict.fromkeys([*found, _unpacking(product)] if _may_unpack(product) else found))
 
 
 def forward_heuristic(call: QuantizedMatmulCall, target: Target) -> Config:

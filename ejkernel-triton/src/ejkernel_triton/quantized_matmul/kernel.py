@@ -4,8 +4,9 @@ Up to some hundred rows one kernel reads the packed weights, unpacks them in reg
 dimension are summed by programs of their own and combined in order. For more rows the weights are unpacked to memory once and
 multiplied by XLA. The gradient of x is the same product with the other dimension contracted.
 
-Rows in groups are always multiplied by that one kernel: each program finds the rows and the matrix of its tile from the bounds of
-the groups, so only matrices that have rows are read, and none is ever whole in memory.
+Rows in groups are multiplied by that one kernel too: each program finds the rows and the matrix of its tile from the bounds of the
+groups, so only matrices that have rows are read. For many rows a group all matrices are unpacked to memory once, and multiplied as
+`grouped_matmul` does.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.call import vary_like
+from ejkernel.call import ArraySpec, vary_like
 from ejkernel.operations.grouped_matmul.groups import bounds_of
+from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall, GroupedMatmulInputs
 from ejkernel.operations.quantized_matmul.interface import (
     QuantizedMatmulCall,
     QuantizedMatmulInputs,
@@ -28,6 +30,8 @@ from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._interpret import interpreting
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._numerics import dot_precision
+from ejkernel_triton.grouped_matmul import config as grouped_config
+from ejkernel_triton.grouped_matmul import kernel as grouped_kernel
 from ejkernel_triton.grouped_matmul.schedule import max_tiles
 from ejkernel_triton.quantized_matmul.config import LEAST_DEPTH, Config, intervals_of, period_of
 from ejkernel_triton.quantized_matmul.gradients import scale_gradients
@@ -48,7 +52,9 @@ class _Weights:
         counts = [array.shape[0] * call.matrices for array in self.arrays]
         self.matrices = 0 if inputs.group_sizes is None else call.matrices
         self.bounds = self.arrays[0] if inputs.group_sizes is None else _bounds(call, inputs)
-        self.members = 1 if not self.matrices and max(counts) == 1 else call.x.shape[0]
+        self.groups = inputs.group_sizes, inputs.group_offset
+        self.count = max(counts)
+        self.members = call.x.shape[0] if self.matrices else self.count
         self.constants: dict[str, Any] = {
             "ROWS": self.rows,
             "COLUMNS": self.columns,
@@ -64,23 +70,39 @@ class _Weights:
         """`left [b, m, k]` times the weights as they are stored, or transposed with `packed_inner`; in the dtype of left."""
         shape = *left.shape[:2], self.rows if packed_inner else self.columns
         left = left.reshape(self.members, -1, left.shape[2])
-        product = self._by_unpacking if config.unpack and not self.matrices else self._in_tiles
+        product = self._by_unpacking if config.unpack else self._in_tiles
         return product(left, config, packed_inner).reshape(shape)
 
     def _by_unpacking(self, left: Any, config: Config, packed_inner: bool) -> Any:
         weights = self.unpacked(left.dtype, config)
+        if self.matrices:
+            return self._in_groups(left, weights, transposed=packed_inner)
         precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
         contracted = (((2,), (2 if packed_inner else 1,)), ((0,), (0,)))
         return jax.lax.dot_general(left, weights, contracted, precision=precision, preferred_element_type=left.dtype)
 
+    def _in_groups(self, left: Any, weights: Any, *, transposed: bool) -> Any:
+        weights = weights.reshape(-1, self.matrices, *weights.shape[1:])
+        sizes, offset = self.groups
+        call = GroupedMatmulCall(
+            lhs=ArraySpec.of(left),
+            rhs=ArraySpec.of(weights),
+            group_sizes=ArraySpec.of(sizes),
+            group_offset=None if offset is None else ArraySpec.of(offset),
+            preferred_element_type=left.dtype.name,
+            transpose_rhs=transposed,
+        )
+        inputs = GroupedMatmulInputs(left, weights, sizes, offset)
+        return grouped_kernel.forward(call, inputs, grouped_config.forward_heuristic(call, current_target())).out
+
     def unpacked(self, dtype: Any, config: Config) -> Any:
-        """Weights `[members, rows, columns]`."""
+        """Weights `[n, rows, columns]` of all members and matrices, or of those that all members share."""
         rows, periods = config.block_rows, config.block_periods
         (weights,) = call_kernel(
             unpack_kernel,
             self.arrays,
-            (((self.members, self.rows, self.columns), dtype),),
-            grid=self.members * -(-self.rows // rows) * -(-self.columns // (periods * self.period)),
+            (((self.count, self.rows, self.columns), dtype),),
+            grid=self.count * -(-self.rows // rows) * -(-self.columns // (periods * self.period)),
             num_warps=config.num_warps,
             BLOCK_R=rows,
             BLOCK_P=periods,
