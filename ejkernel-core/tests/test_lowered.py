@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
-import enum
+import contextlib
 import importlib
 import sys
 import textwrap
@@ -21,13 +20,10 @@ import ejkernel
 from ejkernel import kernel_registry, use
 from ejkernel._dispatch import lowered
 from ejkernel._dispatch.recording import record_calls
-from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel._plugins.records import Candidate
 from ejkernel.errors import PluginError
-from ejkernel.plugin import Implementation, Target, resolve
-from ejkernel.testing.problem import Problem, cases_of, representative
+from ejkernel.plugin import Implementation, resolve
 from ejkernel.utils.kernel_store import stored_kernels
-from ejkernel.utils.spelled import spelled
 
 X = jnp.linspace(-2, 3, 48).reshape(2, 3, 8)
 CODE = """
@@ -98,7 +94,7 @@ def mine(tmp_path, monkeypatch):
 
 def second_process() -> None:
     """Forget all that a process knows of what it traced."""
-    lowered._read.clear()
+    lowered._known.clear()
     resolve.cache_clear()
     lowered.digest.cache_clear()
     jax.clear_caches()
@@ -269,13 +265,13 @@ def test_a_result_of_another_type_is_a_broken_contract(mine):
     assert stored_kernels().count == 0
 
 
-def test_a_result_of_another_shape_is_a_broken_contract_also_when_read(mine):
+def test_a_result_of_another_shape_is_a_broken_contract_and_not_kept(mine):
     module = mine("made_up:short")
     for _ in range(2):
         second_process()
         with pytest.raises(TypeError, match=r"breaks the contract of rms_norm: .*returned float32\[1,3,8\]"):
             run()
-    assert len(module.traced) == 1
+    assert (len(module.traced), stored_kernels().count) == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -338,6 +334,43 @@ def test_the_setting_of_forward_compatibility_is_the_users(mine, before):
     for n, each in enumerate(got):
         close(each, expected(X, epsilon=1e-6 * (1 + n % 4)))
     assert stored_kernels().count == len({call.epsilon for call, _ in module.traced}) == 4
+
+
+def test_a_call_is_traced_when_it_is_lowered(mine):
+    module = mine()
+    traced = jax.jit(lambda x: run(x)).trace(X)
+    assert (traced.out_info.shape, len(module.traced), stored_kernels().count) == (X.shape, 0, 0)
+    text = traced.lower().as_text()
+    assert (len(module.traced), stored_kernels().count) == (1, 1)
+    assert jax.jit(lambda x: run(x)).lower(X).as_text() == text and len(module.traced) == 1
+
+
+def test_equal_calls_of_a_program_are_lowered_once(mine):
+    module = mine()
+    text = jax.jit(lambda x: run(run(x)) + run(x)).lower(X).as_text()
+    assert len(module.traced) == 1 and text.count("stablehlo.sqrt") == 1
+
+
+def test_of_a_gradient_only_what_it_runs_is_traced(mine):
+    """JAX also traces the forward phase without residuals."""
+    module = mine()
+    close(jax.jit(jax.grad(lambda x: loss(lambda x: ejkernel.rms_norm(x, platform=("mine", "xla")), x)))(X), gradient_by_xla())
+    assert [call.save_residuals for call, _ in module.traced] == [True] and stored_kernels().count == 1
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_program_that_is_lowered_under_other_settings(mine, same):
+    """The dtypes are those of the settings under which it was traced; it is kept if it can be lowered under the same."""
+    module = mine()
+    with jax.enable_x64(True), contextlib.nullcontext() if same else jax.numpy_rank_promotion("warn"):
+        traced = jax.jit(lambda x: run(x)).trace(X.astype(jnp.float64))
+    text = traced.lower().as_text()
+    assert "tensor<2x3x8xf64>" in text
+    assert (len(module.traced), stored_kernels().count) == (1, int(same))
+
+
+def gradient_by_xla() -> Any:
+    return jax.grad(lambda x: loss(expected, x))(X)
 
 
 def loss(function: Any, x: Any) -> Any:
@@ -453,59 +486,3 @@ def test_processes_of_a_third_party_without_a_package(site, python, tmp_path):
     assert (first[0], first[1], second[1]) == (second[0], "1", "0")
     (site.path / "foo.py").write_text(textwrap.dedent(CODE) + "\n# another version")
     assert python(PROGRAM, **environment).split()[1] == "1"
-
-
-class Colour(enum.Enum):
-    RED = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    shown: Any
-    hidden: Any = dataclasses.field(default=0, repr=False, compare=False)
-
-
-LONG = np.arange(5000.0)
-VALUES = (
-    *(None, True, 1, 1.0, 0.0, -0.0, "1", b"1", 1e-6, 1.0000000000000002, Colour.RED, "Colour.RED", int, float, jnp.float32),
-    *(np.float32(1), np.float64(1), np.int64(1), np.dtype("float32"), np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)),
-    *(LONG, np.where(LONG == 2500, 0, LONG), LONG.astype(np.float32), LONG.reshape(50, 100)),
-    *((), [], (1,), [1], (1, (2,)), ((1, 2),), {"a": 1}, {"a": 2}, tuple(range(3000)), (*range(2999), 0)),
-    *(Record(1), Record(1, 1), Record("1"), Record(LONG), Record(LONG + 1)),
-)
-
-
-def test_spelling_tells_values_apart():
-    texts = [spelled(value) for value in VALUES]
-    assert len({*texts}) == len(VALUES)
-    assert spelled(Record((LONG.copy(), Colour.RED))) == spelled(Record((LONG, Colour.RED)))
-
-
-@pytest.mark.parametrize("value", [lambda: 0, (1, print), Record(1, object()), np.array([object()])])
-def test_what_only_has_an_address_cannot_be_spelled(value):
-    with pytest.raises(TypeError, match="expected plain values"):
-        spelled(value)
-
-
-@pytest.mark.parametrize("operation", sorted(OPERATIONS))
-def test_no_two_calls_of_an_operation_are_spelled_alike(operation):
-    """Over all cases, with every implementation's configs for a GPU; calls with functions in them are not spelled."""
-    target = Target("gpu", "", "9.0")
-    found: dict[str, Any] = {}
-    for case in cases_of(operation):
-        call = Problem(operation, case, "bfloat16", "xla").bound.call
-        try:
-            spelled(call)
-        except TypeError:
-            assert any(callable(getattr(call, field.name)) for field in dataclasses.fields(call))
-            continue
-        saving = dataclasses.replace(call, save_residuals=not call.save_residuals)
-        for value in (call, saving):
-            assert found.setdefault(spelled(value), value) == value
-        for candidate in kernel_registry.list_implementations(operation) if case in representative(operation)[:1] else ():
-            space, supports = map(resolve, (candidate.implementation.configs, candidate.implementation.supports))
-            if space is None or (supports is not None and supports(call, target)):
-                continue
-            configs = [space.heuristic(call, target), *space.search_space(call, target)]
-            assert len({spelled(config) for config in configs}) == len({*configs})
-    assert len({*found.values()}) == len(found) > 0

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 def text_of(queries: int) -> str:
     """Causal attention of both phases, as a new process lowers it."""
-    lowered._read.clear()
+    lowered._known.clear()
     jax.clear_caches()
     array = jax.ShapeDtypeStruct((1, queries, 2, 64), "bfloat16")
 
@@ -41,8 +41,8 @@ def test_the_second_process_does_not_trace(tmp_path, monkeypatch):
         pytest.skip(f"{_call.version_problem()}")
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
     first = text_of(256)
-    # the forward phase with and without residuals, of which JAX traces both, and the backward
-    assert len([*lowered.STORE.folder.iterdir()]) == 3 and "custom_call @mosaic_gpu" in first
+    # the forward phase with residuals and the backward; JAX also traces the forward phase without, which nothing runs
+    assert len([*lowered.STORE.folder.iterdir()]) == 2 and "custom_call @mosaic_gpu" in first
     plgpu = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 
     def refuse(*_, **__):

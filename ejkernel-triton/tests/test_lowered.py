@@ -10,8 +10,10 @@ from ejkernel._dispatch import lowered
 from ejkernel.plugin import Target
 from ejkernel.utils.kernel_store import stored_kernels
 from ejkernel_triton import _jax_triton
+from ejkernel_triton._kernel_cache import STORE, Entry
 
 HOPPER = Target("gpu", "", "9.0")
+KERNELS = ("gated_linear_unit_backward", "gated_linear_unit_forward", "norm_backward", "norm_forward")
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +25,7 @@ def own_cache(tmp_path, monkeypatch):
 
 def text_of(rows: int) -> str:
     """A program with both phases of a norm and an activation, as a new process lowers it."""
-    lowered._read.clear()
+    lowered._known.clear()
     jax.clear_caches()
 
     def loss(x, scale):
@@ -38,8 +40,8 @@ def test_the_second_process_does_not_call_jax_triton(monkeypatch):
     pytest.importorskip("jax_triton")
     first = text_of(64)
     kept = stored_kernels().count
-    # the forward phase with and without residuals, of which JAX traces both, and the backward, of two operations
-    assert len([*lowered.STORE.folder.iterdir()]) == 6 and "triton_kernel_call" in first
+    # of two operations, the forward phase with residuals and the backward; JAX also traces the former without, which nothing runs
+    assert len([*lowered.STORE.folder.iterdir()]) == 4 and "triton_kernel_call" in first
 
     def refuse():
         raise AssertionError("traced again")
@@ -49,6 +51,13 @@ def test_the_second_process_does_not_call_jax_triton(monkeypatch):
     assert stored_kernels().count == kept
     with pytest.raises(AssertionError, match="traced again"):
         text_of(128)
+
+
+def test_of_a_gradient_only_the_kernels_that_run_are_compiled(monkeypatch):
+    monkeypatch.setattr(pytest.importorskip("jax_triton.triton_lib"), "_COMPILED_KERNEL_CACHE", {})
+    text_of(96)
+    names = [Entry.load(STORE.get(file.stem)).name for file in STORE.folder.iterdir()]
+    assert sorted(names) == [f"{name}_kernel" for name in KERNELS]
 
 
 @pytest.mark.parametrize(

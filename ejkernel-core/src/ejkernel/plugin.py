@@ -104,8 +104,8 @@ class Implementation:
         lowered_from: `() -> str | None`: everything else that decides what the code is lowered to (versions of its compiler,
             settings, sources outside of the package of `target`), after registering its custom calls. Core then keeps the lowered
             code on disk, under a hash of this, the call, JAX's settings and the sources, and other processes neither trace nor
-            lower it. The code must be one that `jax.export` takes, hence without callbacks, and be named by a string. None, of
-            the function too: nothing is kept.
+            lower it. It is traced when the program that calls it is lowered. The code must be one that `jax.export` takes, hence
+            without callbacks, and be named by a string. None, of the function too: nothing is kept.
     """
 
     operation: str

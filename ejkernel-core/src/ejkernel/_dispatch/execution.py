@@ -132,9 +132,7 @@ def _run_local(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> An
                 raise
             # The calls of a program are being listed, so that the tuner can find out which of their configs work.
             results = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), expected)
-    results = vary_like(results, arguments)
-    _check_results(chosen, phase, results, expected)
-    return results
+    return vary_like(results, arguments)
 
 
 def _traced(
@@ -144,12 +142,12 @@ def _traced(
 
     def trace(*arguments: Any) -> Any:
         results = _call(chosen, decision.phase, request.call, *arguments, decision.config)
-        _check_type(chosen, decision.phase, results, expected)
+        _check_results(chosen, decision.phase, results, expected)
         return results
 
     if listed or chosen.implementation.lowered_from is None:
         return trace(*arguments)
-    return run_lowered(request, chosen, decision.phase, decision.config, arguments, trace, type(expected))
+    return run_lowered(request, chosen, decision.phase, decision.config, arguments, trace, expected)
 
 
 def _call(chosen: Candidate, phase: Phase, *arguments: Any) -> Any:
@@ -215,6 +213,7 @@ def _broken_contract(chosen: Candidate, phase: Phase, differences: list[str]) ->
 
 def _check_results(chosen: Candidate, phase: Phase, results: Any, expected: Any) -> None:
     """An implementation that returns something else than the contract is broken, and said to be so at once."""
+    _check_type(chosen, phase, results, expected)
     got = {name: ArraySpec.of(value) for name, value in named(results)}
     wanted = dict(named(expected))
     if got != wanted:

@@ -3,6 +3,9 @@
 Kernels of hundreds of lines take JAX up to a second each. What lowering gave is kept as an exported program under the hash of
 everything that it depends on, so that it is never wrong, only absent; programs call it, in the process that made it too, so that
 they are equal byte for byte and JAX's persistent compilation cache hits.
+
+A traced program has one equation for such code, which is made only when that equation is lowered: a differentiated call also has
+the forward phase without residuals, which its gradient does not run.
 """
 
 from __future__ import annotations
@@ -20,16 +23,18 @@ from typing import Any
 
 import jax
 import jax.export
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from ejkernel._plugins.containment import contained
 from ejkernel._plugins.export import EXPORT_DISABLED_CHECKS
 from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.requirements import findable
-from ejkernel.call.arrays import named
+from ejkernel.call.arrays import ArraySpec, named
 from ejkernel.call.request import Request
 from ejkernel.errors import PluginError, in_one_line
 from ejkernel.plugin import Phase, resolve
-from ejkernel.targets import Target
+from ejkernel.targets import Target, building_for
 from ejkernel.utils.kernel_store import KernelStore
 from ejkernel.utils.spelled import spelled
 
@@ -52,7 +57,7 @@ _WITHOUT_EFFECT = (
 """How settings of JAX begin that do not change what is lowered and differ between processes that share it."""
 _IMPORTED = time.time()
 
-_read: dict[str, jax.export.Exported] = {}
+_known: dict[str, _Code] = {}
 _lock = threading.Lock()
 _lowering: list[bool] = []
 """For each thread that is lowering, the setting `_AS_IT_IS` that it found."""
@@ -65,9 +70,9 @@ def run_lowered(
     config: Any,
     arguments: tuple[Any, ...],
     trace: Callable[..., Any],
-    outputs: type[Any],
+    expected: Any,
 ) -> Any:
-    """Call what tracing and lowering an implementation gave, whenever that was.
+    """Call what tracing and lowering an implementation gives, whenever that is.
 
     Args:
         request: of the call.
@@ -76,7 +81,7 @@ def run_lowered(
         config: that it runs with.
         arguments: tuples of arrays.
         trace: the implementation's code, called with the arguments.
-        outputs: the type of what it returns.
+        expected: the tuple of ArraySpecs that it returns.
 
     Raises:
         PluginError: the implementation's `lowered_from` cannot be imported, or does not return a str or None.
@@ -87,15 +92,79 @@ def run_lowered(
     if key is None:
         return trace(*arguments)
 
-    def flat(*arrays: Any) -> dict[str, Any]:
-        return dict(named(trace(*jax.tree.unflatten(structure, arrays))))
+    def flat(*arrays: Any) -> list[Any]:
+        return [value for _, value in named(trace(*jax.tree.unflatten(structure, arrays)))]
 
-    try:
-        found: Any = _exported(key, flat, specs, request.target).call(*arrays)
-    except Exception as error:
-        error.add_note(f"raised while the code of {chosen.id} was lowered to be kept, as its Implementation.lowered_from asks")
-        raise
-    return outputs(**{**dict.fromkeys(outputs._fields), **found})
+    results = dict(named(expected))
+    code = _known.get(key)
+    if code is None:
+        export = functools.partial(_export, key, flat, specs, request.target, _settings())
+        code = _Code(key, chosen.id, [*results.values()], _stored(key) or export)
+        with _lock:
+            if len(_known) >= _MOST_IN_MEMORY:
+                _known.clear()
+            code = _known.setdefault(key, code)
+    found = dict(zip(results, _lowered_p.bind(*arrays, code=code), strict=True))
+    return type(expected)(**{**dict.fromkeys(expected._fields), **found})
+
+
+class _Code:
+    """Code that a program calls: exported, or how to export it when that program is lowered. Equal if the keys are."""
+
+    def __init__(
+        self,
+        key: str,
+        implementation: str,
+        results: Sequence[ArraySpec],
+        code: jax.export.Exported | Callable[[], jax.export.Exported],
+    ) -> None:
+        self.results = [jax.core.ShapedArray(spec.shape, spec.dtype) for spec in results]
+        self._key = key
+        self._implementation = implementation
+        self._code: Any = code
+        self._exporting = threading.Lock()
+
+    def call(self, *arrays: Any) -> list[Any]:
+        with self._exporting:
+            code = self._code
+            if not isinstance(code, jax.export.Exported):
+                code = self._code = self._made(code)
+        return code.call(*arrays)
+
+    def _made(self, export: Callable[[], jax.export.Exported]) -> jax.export.Exported:
+        try:
+            return export()
+        except Exception as error:
+            error.add_note(
+                f"raised while the code of {self._implementation} was lowered to be kept, as its Implementation.lowered_from asks"
+            )
+            raise
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Code) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return self._implementation
+
+
+_lowered_p = Primitive("ejkernel_lowered")
+_lowered_p.multiple_results = True
+
+
+def _run(*arrays: Any, code: _Code) -> list[Any]:
+    return code.call(*arrays)
+
+
+def _results(*_: Any, code: _Code) -> list[Any]:
+    return code.results
+
+
+_lowered_p.def_impl(_run)
+_lowered_p.def_abstract_eval(_results)
+mlir.register_lowering(_lowered_p, mlir.lower_fun(_run, multiple_results=True))
 
 
 def _is_whole(arrays: Sequence[Any]) -> bool:
@@ -116,9 +185,8 @@ def _key(request: Request, chosen: Candidate, phase: Phase, config: Any, arrays:
         call = spelled((request.target, request.call, config))
     except TypeError:  # a function in a call: its code is not known
         return None
-    settings = [item for item in sorted(jax.config.values.items()) if not item[0].startswith(_WITHOUT_EFFECT)]
     code = (chosen.id, target, request.operation.name, phase, own, *sources)
-    return hashlib.sha256(repr((LEVEL, *code, call, arrays, _versions(), settings)).encode()).hexdigest()
+    return hashlib.sha256(repr((LEVEL, *code, call, arrays, _versions(), _settings())).encode()).hexdigest()
 
 
 def _lowered_from(chosen: Candidate) -> str | None:
@@ -133,18 +201,8 @@ def _lowered_from(chosen: Candidate) -> str | None:
     return own
 
 
-def _exported(key: str, function: Callable[..., Any], specs: Sequence[Any], target: Target) -> jax.export.Exported:
-    if key not in _read:
-        found = _stored(key)
-        if found is None:
-            made = _lower(function, specs, target)
-            STORE.put(key, made)
-            found = jax.export.deserialize(bytearray(made))
-        with _lock:
-            if len(_read) >= _MOST_IN_MEMORY:
-                _read.clear()
-            return _read.setdefault(key, found)
-    return _read[key]
+def _settings() -> dict[str, Any]:
+    return {name: value for name, value in sorted(jax.config.values.items()) if not name.startswith(_WITHOUT_EFFECT)}
 
 
 def _stored(key: str) -> jax.export.Exported | None:
@@ -156,11 +214,19 @@ def _stored(key: str) -> jax.export.Exported | None:
         return None
 
 
-def _lower(function: Callable[..., Any], specs: Sequence[Any], target: Target) -> bytes:
+def _export(
+    key: str, function: Callable[..., Any], specs: Sequence[Any], target: Target, settings: dict[str, Any]
+) -> jax.export.Exported:
+    """Lower a function under the settings that its numbers depend on, and keep it if the others are those of the key too."""
     platform = "rocm" if target.is_amd else "cuda" if target.backend == "gpu" else target.backend
-    with _for_this_version():
-        export = jax.export.export(jax.jit(function), platforms=[platform], disabled_checks=EXPORT_DISABLED_CHECKS)
-        return bytes(export(*specs).serialize())
+    x64, precision = (settings[f"jax_{name}"] for name in ("enable_x64", "default_matmul_precision"))
+    with building_for(target), jax.enable_x64(x64), jax.default_matmul_precision(precision):
+        with _for_this_version():
+            export = jax.export.export(jax.jit(function), platforms=[platform], disabled_checks=EXPORT_DISABLED_CHECKS)
+            made = bytes(export(*specs).serialize())
+        if _settings() == settings:
+            STORE.put(key, made)
+    return jax.export.deserialize(bytearray(made))
 
 
 @contextlib.contextmanager
