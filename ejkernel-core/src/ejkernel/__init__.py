@@ -283,13 +283,12 @@ if not TYPE_CHECKING:  # checkers would take it to define every name, misspelt o
     def __getattr__(name: str) -> Any:
         if name in _SUBMODULES:
             return importlib.import_module(f"ejkernel.{name}")
-        if name in _LAZY:
-            return getattr(importlib.import_module(_LAZY[name]), name)
-        if not name.startswith("_"):
-            modules = importlib.import_module("ejkernel.modules")
-            if name in modules.__all__:
-                return getattr(modules, name)
-        raise AttributeError(f"module 'ejkernel' has no attribute {name!r}")
+        source = _LAZY.get(name)
+        if source is None and not name.startswith("_") and name in importlib.import_module("ejkernel.modules").__all__:
+            source = "ejkernel.modules"
+        if source is None:
+            raise AttributeError(f"module 'ejkernel' has no attribute {name!r}")
+        return globals().setdefault(name, getattr(importlib.import_module(source), name))
 
 
 def __dir__() -> list[str]:
