@@ -125,7 +125,7 @@ def fused_chunk_kernel(
     i_segment = tl.program_id(0) // (BLOCKS * PARTS) % segments
     i_batch = tl.program_id(0) // (BLOCKS * PARTS) // segments
     i_column = i_block * BLOCK_V
-    i_sequence, i_first, count, valid, last = segment_of(
+    i_sequence, i_first, count, valid, last, _ = segment_of(
         p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT
     )
     i_first = i_batch.to(tl.int64) * length + i_first
@@ -338,7 +338,7 @@ def scores_kernel(
     i_chunk = tl.program_id(0) // R.heads % CHUNKS
     i_segment = tl.program_id(0) // (CHUNKS * R.heads) % segments
     i_batch = tl.program_id(0) // (CHUNKS * R.heads) // segments
-    _, i_token, count, valid, _ = segment_of(
+    _, i_token, count, valid, _, _ = segment_of(
         p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT
     )
     i_token = i_batch.to(tl.int64) * length + i_token
