@@ -8,7 +8,7 @@ key . d_key`.
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
-# ruff: noqa: SIM108 - static and dynamic conditions stay apart
+# ruff: noqa: SIM102, SIM108 - static and dynamic conditions stay apart
 import triton
 import triton.language as tl
 
@@ -57,15 +57,15 @@ def chunk_states_kernel(
     WHOLE: tl.constexpr,
     CARRIES: tl.constexpr,
 ):
-    """The states before all chunks `[b, chunks, H, d, v]`, rounded, and after sequences that have tokens `[b, n, H, d, v]`. Backward
-    in time, "before" means later.
+    """The states before all chunks `[b, chunks, H, d, v]`, rounded, and after sequences with tokens `[b, n, H, d, v]`. Backward in
+    time, "before" means later.
 
-    One program computes BLOCK_K rows and BLOCK_V columns of one head's states in a segment. BLOCK_K divides the rows or holds all of
-    them. INITIAL: p_initial has the states before segments, or if WHOLE, where a segment is a sequence, before sequences. p_chunk:
-    the first chunk of each sequence.
-    CARRIES: where R.back, after chunks whose index such a number divides and after a sequence's last one the state times its
-    gradient, of `[b, chunks, H, programs]`. Of the states, `p_others` has those before one of so many chunks, `[b, carries, H, d,
-    v]`, and `p_end` those after sequences.
+    One program computes BLOCK_K rows and BLOCK_V columns of one head's states in a segment. BLOCK_K divides the rows or holds all.
+    p_chunk: the first chunk of each sequence. INITIAL: p_initial has the states before segments, or, if WHOLE, before sequences,
+    each of which is a segment.
+    CARRIES: where R.back, the state times its gradient `[b, chunks, H, programs]`, at every so many chunks of the table, and at
+    the last one of each sequence. Of the states, `p_others` has those before every so many chunks, `[b, carries, H, d, v]`, and
+    `p_end` those after sequences.
     """
     ROWS: tl.constexpr = (R.width + BLOCK_K - 1) // BLOCK_K
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
@@ -152,7 +152,7 @@ def load_state(p, i_index, i_head, i_column, rows, R: tl.constexpr, BLOCK_K: tl.
 def chunk_of(
     p_bounds, p_first, p_sequence, length, chunks, sequences, PARTS: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr
 ):
-    """A program's part of the heads, batch member and chunk; the chunk's first token, how many it has, and of those in a sequence."""
+    """A program's part of the heads, batch member and chunk; the chunk's first token, its tokens, and those that take part."""
     i_chunk = tl.program_id(0) // PARTS % chunks
     i_batch = tl.program_id(0) // PARTS // chunks
     _, i_token, count, valid, _, _ = segment_of(
@@ -160,15 +160,6 @@ def chunk_of(
     )
     i_token = i_batch.to(tl.int64) * length + i_token
     return tl.program_id(0) % PARTS, i_batch, i_chunk, i_token, count, tl.where(valid, count, 0)
-
-
-@triton.jit
-def members_of(stored, MEMBERS: tl.constexpr, R: tl.constexpr):
-    """How many of its members a program runs: none for a chunk that packed sequences leave unused."""
-    members = MEMBERS
-    if R.packed:
-        members = tl.where(stored > 0, MEMBERS, 0)
-    return members
 
 
 @triton.jit
@@ -231,11 +222,14 @@ def query_gradients_kernel(
     i_part, i_batch, i_chunk, i_token, stored, rows = chunk_of(
         p_bounds, p_first, p_sequence, length, chunks, sequences, PARTS, CHUNK, R
     )
+    if R.packed:
+        if stored == 0:  # the table has room for more chunks than there are
+            return
     batch = tl.num_programs(0) // PARTS // chunks
     i_any = i_part * MEMBERS // BLOCKS
     b_query = load_tile(p_query, i_token, i_any, 0, rows, R.query_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
     b_d_query = tl.zeros([CHUNK, BLOCK_K], tl.float32)
-    for i_member in range(members_of(stored, MEMBERS, R)):
+    for i_member in range(MEMBERS):
         i_head, i_block = (i_part * MEMBERS + i_member) // BLOCKS, (i_part * MEMBERS + i_member) % BLOCKS
         i_column = i_block * BLOCK_V
         b_d_out = load_tile(p_d_out, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
@@ -294,6 +288,9 @@ def key_gradients_kernel(
     i_part, i_batch, i_chunk, i_token, stored, rows = chunk_of(
         p_bounds, p_first, p_sequence, length, chunks, sequences, PARTS, CHUNK, R
     )
+    if R.packed:
+        if stored == 0:  # the table has room for more chunks than there are
+            return
     batch = tl.num_programs(0) // PARTS // chunks
     o_row = tl.arange(0, CHUNK)
     m_seen = o_row[:, None] <= o_row[None, :]  # rows are keys, columns queries
@@ -302,7 +299,7 @@ def key_gradients_kernel(
     b_key = load_tile(p_key, i_token, i_any, 0, rows, R.key_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
     b_d_key = tl.zeros([CHUNK, BLOCK_K], tl.float32)
     b_d_pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for i_member in range(members_of(stored, MEMBERS, R)):
+    for i_member in range(MEMBERS):
         i_head, i_block = (i_part * MEMBERS + i_member) // BLOCKS, (i_part * MEMBERS + i_member) % BLOCKS
         i_column = i_block * BLOCK_V
         b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)

@@ -313,11 +313,11 @@ class _Problem:
         whole: bool,
         others: tuple[Any, Any] | None = None,
     ) -> list[Any]:
-        """The states before all chunks `[b, chunks, H, d, v]` in the dtype of value and after all sequences that have tokens
-        `[b, n, H, d, v]`; with `others`, the forward phase's of one of _CARRY_CHUNKS chunks and after sequences, also what is carried
-        between the groups of chunks in which gradients of decays are summed.
+        """The states before all chunks `[b, chunks, H, d, v]` in the dtype of value and after sequences `[b, n, H, d, v]` that have
+        tokens; with `others`, the forward phase's of one of _CARRY_CHUNKS chunks and after sequences, also what is carried between
+        the groups of chunks in which gradients of decays are summed.
 
-        initial: the states before `segments`, one for each program, or if these are whole sequences, before sequences."""
+        segments: one for each program. initial: the states before them, or, if they are `whole` sequences, before sequences."""
         key, value = arrays
         block_k, programs = self.chunk_state_programs(params)
         carries = (self.batch, cut.number, self.heads, programs)
