@@ -121,6 +121,16 @@ class _Problem:
     def state_shape(self) -> tuple[int, int]:
         return self.call.query.shape[3], self.call.value.shape[3]
 
+    @property
+    def final_shape(self) -> tuple[int, ...]:
+        return self.batch, self.call.sequences, self.heads, *self.state_shape
+
+    def after_sequences(self, cut: _Segments, states: Any, given: Any) -> Any:
+        """The states after sequences that have tokens, and after the others, which no program runs, what was given, 0 if None."""
+        if not self.params.packed:
+            return states
+        return jnp.where(cut.empty[..., None, None, None], 0.0 if given is None else given.astype(jnp.float32), states)
+
     def segments(self, size: int) -> _Segments:
         bounds = self.inputs.cu_seqlens
         if bounds is None:
@@ -203,11 +213,10 @@ class _Problem:
             **self.tiles(params, cut, self.config),
         )
         size = params.width * params.channels
-        finals = (self.batch, self.call.sequences, self.heads, *self.state_shape) if final else (1,)
         return call_kernel(
             scan_states_kernel,
             (own, log, own if initial is None else initial, cut.table[1], cut.number, self.call.sequences),
-            ((shape, jnp.float32), (finals, jnp.float32)),
+            ((shape, jnp.float32), (self.final_shape if final else (1,), jnp.float32)),
             grid=self.batch * self.call.sequences * self.heads * -(-size // _SCAN_BLOCK),
             num_warps=4,
             R=params,
@@ -263,14 +272,14 @@ class _Problem:
         logs: _Logs | None = None,
         members: int = 1,
     ) -> list[Any]:
-        """The outputs `[b, t, H, channels]` of a recurrence, the states after segments if `last`, and what `logs` requests.
+        """The outputs `[b, t, H, channels]` of a recurrence, if `last` the states after sequences with tokens `[b, n, H, d, v]`,
+        and what `logs` requests.
 
         members: neighbouring heads whose outputs are summed, `[b, t, H / members, channels]`.
         """
         query = arrays[0]
         stand_in = (query, query, query, query)
         given = stand_in if logs is None else tuple(query if x is None else x for x in logs.arrays)
-        state = (self.batch, cut.number, self.heads, *self.state_shape)
         shape = (self.batch, self.length, self.heads, params.channels)
         log_shape = (1,) if logs is None else (self.blocks(params), *shape[:3]) if params.decay == "scalar" else shape
         parts = self.heads // members
@@ -283,7 +292,7 @@ class _Problem:
             ),
             (
                 ((*shape[:2], parts, params.channels), dtype),
-                (state if last else (1,), jnp.float32),
+                (self.final_shape if last else (1,), jnp.float32),
                 (log_shape, jnp.float32),
             ),
             grid=self.batch * cut.number * parts * self.blocks(params),
@@ -331,7 +340,7 @@ class _Problem:
             ),
             (
                 ((self.batch, cut.number, self.heads, *self.state_shape), value.dtype),
-                ((self.batch, self.call.sequences, self.heads, *self.state_shape), jnp.float32),
+                (self.final_shape, jnp.float32),
                 ((1,) if others is None else carries, jnp.float32),
             ),
             grid=self.batch * self.heads * programs * segments.number,
@@ -535,18 +544,14 @@ def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: 
         -(-length // config.chunk_size) * config.chunk_size if fused else config.segment_size or _segment_of(config)
     )
     prepared = problem.prepare(cut)
-    if fused:
-        before, final = inputs.initial_state, None
-    else:
-        arrays = prepared.update, inputs.value
-        before, final = problem.states(params, arrays, cut, inputs.initial_state, prepared, final=call.return_state)
-    last = fused and call.return_state
-    arrays = prepared.read, prepared.update, inputs.value
-    found = problem.read(params, arrays, cut, prepared, before=before, dtype=call.value.dtype, last=last)
-    out = found[0]
+    arrays, before = (prepared.read, prepared.update, inputs.value), inputs.initial_state
+    if not fused:
+        before = problem.states(params, arrays[1:], cut, before, prepared)[0]
+    dtype, last = call.value.dtype, call.return_state
+    out, final, _ = problem.read(params, arrays, cut, prepared, before=before, dtype=dtype, last=last)
     if length > 1:
         out, _ = problem.step_by_step(cut, before, _REPAIR_BLOCK, 4, found=out)
-    return LinearRecurrenceOutputs(out, (found[1] if fused else final) if call.return_state else None)
+    return LinearRecurrenceOutputs(out, problem.after_sequences(cut, final, inputs.initial_state) if last else None)
 
 
 def _takes_scales(call: LinearRecurrenceCall) -> bool:
@@ -653,10 +658,7 @@ def _gradients_of_chunks(problem: _Problem, d_out: Any, d_final: Any) -> LinearR
     queries, others, from_states = jax.lax.optimization_barrier((queries, others, from_states))
     d_states = problem.chunk_states(to_value, queries, cut, prepared, initial=d_last, others=others, **options)
     gradients, d_logs = problem.chunk_gradients(d_out, from_states, d_states, cut, prepared)
-    d_initial = d_states[1]
-    if params.packed:  # no program of the kernel has a sequence without tokens
-        d_initial = jnp.where(cut.empty[..., None, None, None], 0.0 if d_final is None else d_final, d_initial)
-    return _gradients(problem, gradients, d_logs, d_initial)
+    return _gradients(problem, gradients, d_logs, problem.after_sequences(cut, d_states[1], d_final))
 
 
 def _gradients(problem: _Problem, gradients: Iterable[Any], d_logs: Any, d_initial: Any) -> LinearRecurrenceInputs:
