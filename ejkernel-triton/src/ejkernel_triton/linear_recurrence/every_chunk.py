@@ -3,7 +3,7 @@
 For scalar decays, where heads share queries and keys as in Mamba-2. A program holds queries and keys of a chunk and runs heads one
 after the other; the gradients that they share are summed in its registers. Those of scores are summed over heads before they are
 multiplied by keys and queries. The gradient of log decay s is computed as in `fused_chunk`, from every token's `query . d_query -
-key . d_key`.
+key . d_key`. A chunk lies in one sequence: packed ones have a table of chunks, those of tokens outside of every sequence included.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
