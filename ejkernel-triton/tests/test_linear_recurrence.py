@@ -25,6 +25,7 @@ from ejkernel.plugin import Target
 from ejkernel.testing.checks import widened
 from ejkernel_triton._accepts import ACCEPTS
 from ejkernel_triton._ahead_of_time import recorded, target_of
+from ejkernel_triton._chunks import chunks_of
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.linear_recurrence import capability, config
 
@@ -37,6 +38,8 @@ needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lo
 NAMED = {case.name: case for case in CASES}
 SCALED = {"value_scale": True, "skip": "head"}
 SEVERAL_SEGMENTS = config.Config(16, 16, 16, 4, 1)
+DOCUMENTS = (0, 3, 3, 67, 68, 85)
+"""A short one, an empty one, one of several chunks, one token, one that ends before the tokens do; 90 tokens in all."""
 
 
 @pytest.fixture
@@ -163,10 +166,13 @@ def test_programs_that_sum_heads(launched, monkeypatch, decays, heads, bounds, r
         ("g", {"value_heads": 4, "rate": 0.1, **SCALED}, False, 4),
         ("g", {"value_heads": 4, "state": True, "rate": 0.1, "skip": "head"}, True, 4),
         ("g", {"heads": 4, "value_heads": 2, "rate": 0.1, "value_scale": True}, True, 2),
+        ("g", {"value_heads": 4, "state": True, "rate": 0.1, **SCALED, "bounds": DOCUMENTS}, False, 4),
+        ("g gamma", {"value_heads": 4, "state": True, "rate": 0.1, "skip": "head", "bounds": DOCUMENTS}, True, 4),
+        ("gamma", {"heads": 4, "value_heads": 2, "rate": 0.1, "value_scale": True, "bounds": (0, 90)}, False, 2),
     ],
 )
 def test_stored_states(launched, monkeypatch, decays, options, reverse, members):
-    """Backward from the states of all chunks: a tail, two blocks of value, several segments of gradients of decays."""
+    """Backward from the states of all chunks: a tail, two blocks of value, several groups of chunks for gradients of decays."""
     options = {"heads": 2} | options
     maker = arrays(1, 90, width=20, channels=20, decays=decays, **options)
     call, inputs = bound_of(maker, {"reverse": reverse, "return_state": True}, "bfloat16")
@@ -187,9 +193,21 @@ def test_stored_states(launched, monkeypatch, decays, options, reverse, members)
     assert launched.count(of_segments) == 4, "few heads: states of segments come first"
 
 
+@pytest.mark.parametrize("least", [2, 8])
+@pytest.mark.parametrize("final", [False, True])
+def test_a_sequence_without_tokens_passes_gradients_of_its_state(interpreted, monkeypatch, final, least):
+    """With stored states, of segments or of whole sequences: its last state is its first one."""
+    monkeypatch.setattr(kernel, "_LEAST_CHUNKS", least)
+    maker = arrays(1, 90, 1, 20, 20, value_heads=2, decays="g", state=True, bounds=DOCUMENTS, rate=0.1)
+    call, inputs = bound_of(maker, {"return_state": final}, "bfloat16")
+    choice = dataclasses.replace(SEVERAL_SEGMENTS, store_states=True)
+    gradients = check(call, inputs, choice, (8e-3, 1.6e-2))[1]
+    assert bool(np.any(gradients.initial_state[:, 1])) == final
+
+
 @pytest.mark.parametrize(
     ("decays", "options", "dtype"),
-    [("g", {}, "float32"), ("gk", {}, "bfloat16"), ("", {}, "bfloat16"), ("g", {"bounds": (0, 9, 40)}, "bfloat16")],
+    [("g", {}, "float32"), ("gk", {}, "bfloat16"), ("", {"bounds": (0, 9, 40)}, "bfloat16")],
 )
 def test_states_are_not_stored_for_other_calls(launched, decays, options, dtype):
     call, inputs = bound_of(arrays(1, 40, 1, 5, 4, decays=decays, rate=0.1, **options), {}, dtype)
@@ -283,6 +301,30 @@ def test_float16_states_do_not_overflow(interpreted):
     assert np.abs(exact).max() < 1000 and deviation(out, exact).norm < 2e-3
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_table_of_segments(batch):
+    """Of packed sequences of any lengths, each cut by itself; segments that are left over belong to no sequence."""
+    rng = np.random.default_rng(0)
+    bounds = np.sort(rng.integers(0, 200, (batch, 12)), axis=1)
+    found = chunks_of(jnp.asarray(bounds, jnp.int32), 200, 16)
+    for row, first, sequence in zip(bounds, found.first, found.sequence, strict=True):
+        counts = -(-np.diff(row) // 16)
+        np.testing.assert_array_equal(first, np.append(0, np.cumsum(counts)))
+        used = np.repeat(np.arange(11), counts)
+        np.testing.assert_array_equal(sequence, np.append(used, np.full(11 + 200 // 16 - len(used), 11)))
+
+
+def test_packed_sequences_store_states_as_rows_do():
+    for length, bounds in ((8192, (0, 3000, 8192)), (200, (0, 200))):
+        calls = [
+            bound_of(arrays(1, length, 1, 128, 64, value_heads=32, decays="g", bounds=given), {}, "bfloat16")[0]
+            for given in (None, bounds)
+        ]
+        alone, packed = (config.backward_heuristic(call, H200) for call in calls)
+        assert alone == packed and alone.store_states == (length > 512)
+        assert alone in config.backward_space(calls[1], H200)
+
+
 def test_minus_infinity_forgets(interpreted):
     call, inputs = bound_of(arrays(1, 40, 1, 8, 8, decays="g gk", rate=0.1))
     inputs = inputs._replace(g=inputs.g.at[0, 7].set(-jnp.inf), gk=inputs.gk.at[0, 20, 0, 3].set(-jnp.inf))
@@ -291,9 +333,11 @@ def test_minus_infinity_forgets(interpreted):
     check(*only_g, config.Config(32, 32, 16, 4, 1))
 
 
-def test_each_member_of_the_batch_may_have_its_own(interpreted):
-    """What vmap over cu_seqlens, g_gamma and skip folds to; tokens outside of every sequence hold NaN."""
-    call, inputs = bound_of(arrays(3, 40, 2, 5, 4, decays="g", value_scale=True))
+@pytest.mark.parametrize(("dtype", "limits"), [("float32", (2e-6, 1e-5)), ("bfloat16", (8e-3, 1.6e-2))])
+def test_each_member_of_the_batch_may_have_its_own(interpreted, dtype, limits):
+    """What vmap over cu_seqlens, g_gamma and skip folds to; tokens outside of every sequence hold NaN. In bfloat16 with stored
+    states."""
+    call, inputs = bound_of(arrays(3, 40, 2, 5, 4, decays="g", value_scale=True), dtype=dtype)
     bounds = jnp.array([[0, 20, 40], [0, 0, 31], [0, 33, 33]], jnp.int32)
     outside = np.arange(40)[None] >= np.asarray(bounds)[:, -1:]
     values = {name: jnp.where(outside[..., None, None], jnp.nan, getattr(inputs, name)) for name in ("query", "key", "value")}
@@ -301,8 +345,11 @@ def test_each_member_of_the_batch_may_have_its_own(interpreted):
     inputs = inputs._replace(**values, cu_seqlens=bounds, g_gamma=gamma, skip=gamma[..., None])
     specs = {name: ArraySpec.of(getattr(inputs, name)) for name in ("cu_seqlens", "g_gamma", "skip")}
     call = dataclasses.replace(call, **specs, return_state=True)
-    for choice in (SEVERAL_SEGMENTS, config.Config(32, 32, 16, 4, 1)):
-        outputs, gradients = check(call, inputs, choice)
+    choices = [SEVERAL_SEGMENTS, config.Config(32, 32, 16, 4, 1)]
+    if dtype == "bfloat16":
+        choices = [dataclasses.replace(choice, store_states=True) for choice in choices]
+    for choice in choices:
+        outputs, gradients = check(call, inputs, choice, limits)
         assert not np.asarray(outputs.out)[outside].any()
         assert not np.asarray(gradients.g)[outside].any()
 
@@ -348,10 +395,13 @@ def test_compiles_within_the_limits(monkeypatch, tmp_path, name):
         assert compiled.asm["ptx"].count("wgmma.mma_async") >= 8, "products of whole tiles are not on the matrix units"
 
 
-def test_stored_states_compile_within_the_limits(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("bounds", "stack", "spilling"), [(None, 96, 0.02), ((0, 5000, 5001, 16384), 112, 0.022)])
+def test_stored_states_compile_within_the_limits(monkeypatch, tmp_path, bounds, stack, spilling):
     """Every config of the search space that stores states; it has none before Hopper."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     case, found, tolerated = NAMED["bench-ssd-b4-t4096-h80-n128"], {}, testing.tolerated_stack(64)
+    if bounds:
+        case = Case("packed", arrays(1, 16384, 1, 128, 64, value_heads=80, decays="g", rate=0.05, bounds=bounds))
     assert not any(
         "store_states=True" in name for name, _ in recorded("linear_recurrence", case, "bfloat16", target_of(80), space=True)
     )
@@ -364,17 +414,22 @@ def test_stored_states_compile_within_the_limits(monkeypatch, tmp_path):
         compiled = launch.compile(90)
         used = testing.resources(compiled)
         assert used.shared <= 113 * 1024, "two programs do not fit on a multiprocessor"
-        assert used.stack <= 96 + tolerated and used.spilling < 0.02, (launch.kernel.fn.__name__, launch.constants)
+        assert used.stack <= stack + tolerated and used.spilling < spilling, (launch.kernel.fn.__name__, launch.constants)
         assert compiled.asm["ptx"].count("wgmma.mma_async") >= 4, "products of whole tiles are not on the matrix units"
 
 
-def test_what_mamba_2_takes_compiles_within_the_limits(monkeypatch, tmp_path):
-    """Step sizes and skips in the kernels, with states before and after: forward spills a few registers outside of its loop,
-    gradients no more than without factors."""
+@pytest.mark.parametrize(
+    ("bounds", "forward", "backward"),
+    [(None, (64, 0.01), (296, 0.06)), ((0, 1000, 1001, 4096), (96, 0.016), (328, 0.06))],
+)
+def test_what_mamba_2_takes_compiles_within_the_limits(monkeypatch, tmp_path, bounds, forward, backward):
+    """Step sizes and skips in the kernels, with states before and after: forward in one pass spills a few registers outside of
+    its loop, in segments, as packed sequences are, a few more; gradients hardly more than without factors."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    limits = {"fused_chunk_kernel": (64, 0.01), "key_gradients_kernel": (296, 0.06)}
+    limits = {"fused_chunk_kernel": forward, "key_gradients_kernel": backward}
     options = {"scale": 1.0, "return_state": True, "transposed_state": True}
-    maker = arrays(4, 4096, 1, 128, 64, value_heads=80, decays="g", rate=0.05, state=True, transposed=True, **SCALED)
+    more = {"rate": 0.05, "state": True, "transposed": True, "bounds": bounds, **SCALED}
+    maker = arrays(1 if bounds else 4, 4096, 1, 128, 64, value_heads=80, decays="g", **more)
     case, tolerated = Case("mamba2", maker, options), testing.tolerated_stack(96)
     found = {launch.identity: launch for _, launch in recorded("linear_recurrence", case, "bfloat16", target_of(90))}
     assert [launch.kernel.fn.__name__ for launch in found.values()].count("chunk_states_kernel") == 2
@@ -403,19 +458,21 @@ def test_lowers_for_cuda(length, sequences):
 @needs_jax_triton
 @pytest.mark.parametrize("factors", [{}, SCALED])
 @pytest.mark.parametrize(("length", "state"), [(1, False), (150, False), (150, True)])
-def test_stored_states_lower_for_cuda(monkeypatch, length, state, factors):
+@pytest.mark.parametrize("sequences", [0, 1, 2])
+def test_stored_states_lower_for_cuda(monkeypatch, length, state, factors, sequences):
     """`state`: one enters, and the one that leaves has a gradient; both in float32, unlike those that are stored."""
     monkeypatch.setattr(_jax_triton, "current_target", lambda: H200)
-    made = arrays(1, length, 1, 16, 16, value_heads=4, decays="g", **factors)
+    bounds = (*range(sequences), length) if sequences else None
+    made = arrays(1, length, 1, 16, 16, value_heads=4, decays="g", bounds=bounds, **factors)
     call, inputs = bound_of(made, {"return_state": state}, "bfloat16")
+    states = jnp.ones((1, max(sequences, 1), 4, 16, 16))
     if state:
-        inputs = inputs._replace(initial_state=jnp.ones((1, 1, 4, 16, 16)))
+        inputs = inputs._replace(initial_state=states)
         call = dataclasses.replace(call, initial_state=ArraySpec(inputs.initial_state.shape, "float32"))
     choice = config.Config(64, 64, 16, 4, 2, True)
 
     def gradients(inputs):
-        final = jnp.ones((1, 1, 4, 16, 16)) if state else None
-        outputs = LinearRecurrenceOutputs(jnp.ones((1, length, 4, 16), "bfloat16"), final)
+        outputs = LinearRecurrenceOutputs(jnp.ones((1, length, 4, 16), "bfloat16"), states if state else None)
         return tuple(x for x in kernel.backward(call, inputs, outputs, outputs, choice) if x is not None)
 
     text = jax.jit(gradients).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()

@@ -7,9 +7,10 @@ store states among them, against XLA in float32, each config twice, bit by bit; 
 heuristic's and for those that store states, and XLA's. Prints tables, writes `linear_recurrence.json` under `--out` (or `$OUT`),
 exits with 1 if a number is wrong.
 
-`--cases` names, comma separated; `--most` configs of each case and phase besides the heuristic's (0 = all); `--budget` seconds
-after which nothing new is started; `--threads` that compile; `--grid` replaces the search spaces by items
-`chunk,segment,block,warps,stages`, with `,1` to store states, separated by spaces; `--skip xla`.
+`--cases` names, comma separated, of the operation's cases or of `PACKED`, Mamba-2 with eight documents; `--most` configs of each
+case and phase besides the heuristic's (0 = all); `--budget` seconds after which nothing new is started; `--threads` that compile;
+`--grid` replaces the search spaces by items `chunk,segment,block,warps,stages`, with `,1` to store states, separated by spaces;
+`--skip xla`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import jax
 import jax.numpy as jnp
 from check_gpu import chosen_of, versions
 
-from ejkernel.operations.linear_recurrence.cases import CASES
+from ejkernel.operations.common.case import Case
+from ejkernel.operations.linear_recurrence.cases import CASES, arrays
 from ejkernel.operations.linear_recurrence.interface import OPERATION, LinearRecurrenceInputs, LinearRecurrenceOutputs
 from ejkernel.plugin import current_target
 from ejkernel.testing.shapes import Zeros
@@ -46,20 +48,30 @@ NAMES = (
     "bench-ssd-b4-t4096-h80-n128",
     "bench-gla-t8192-h32-d128",
 )
+DOCUMENTS = (0, 683, 1463, 2341, 3317, 4389, 5559, 6827, 8192)
+PACKED = tuple(
+    Case(
+        f"ssd-docs8-t8192-h32-n{width}",
+        arrays(1, 8192, 1, width, 64, value_heads=32, decays="g", value_scale=True, skip="head", bounds=DOCUMENTS),
+    )
+    for width in (64, 128)
+)
 
 
 class Problem:
     """A case in bfloat16 with its arrays; what is right is XLA's from the same numbers in float32."""
 
     def __init__(self, name: str) -> None:
-        case = next(case for case in CASES if case.name == name)
+        case = next(case for case in (*CASES, *PACKED) if case.name == name)
         shapes = case.arrays(Zeros())
         keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
-        arrays = {}
+        given = {}
         for key, (field, zeros) in zip(keys[1:], shapes.items(), strict=True):
             normal = jax.random.normal(key, zeros.shape)
-            arrays[field] = (-RATE * abs(normal) if field in DECAYS else normal).astype(jnp.bfloat16)
-        bound = OPERATION.canonicalise(**arrays, **case.options)
+            given[field] = (-RATE * abs(normal) if field in DECAYS else normal).astype(jnp.bfloat16)
+            if field == "cu_seqlens":
+                given[field] = jnp.asarray(zeros)
+        bound = OPERATION.canonicalise(**given, **case.options)
         self.name, self.call, self.inputs = name, bound.call, bound.inputs
         self.d_out = jax.random.normal(keys[0], OPERATION.output_specs(self.call).out.shape, jnp.bfloat16)
         self.space = {"forward": config.FORWARD, "backward": config.BACKWARD}
@@ -98,7 +110,7 @@ class Problem:
 
 
 def _float32(values: Any) -> Any:
-    return jax.tree.map(lambda value: value.astype(jnp.float32), values)
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, values)
 
 
 @jax.jit  # pyright: ignore[reportUntypedFunctionDecorator]

@@ -52,7 +52,6 @@ def can_store_states(call: LinearRecurrenceCall) -> bool:
         call.query.dtype == "bfloat16"
         and (call.g is not None or call.g_gamma is not None)
         and call.gk is None
-        and call.cu_seqlens is None
         and call.query.shape[2] == call.key.shape[2]
         and call.query.shape[3] <= 128
     )

@@ -3,12 +3,12 @@
 For scalar decays, where heads share queries and keys as in Mamba-2. A program holds queries and keys of a chunk and runs heads one
 after the other; the gradients that they share are summed in its registers. Those of scores are summed over heads before they are
 multiplied by keys and queries. The gradient of log decay s is computed as in `fused_chunk`, from every token's `query . d_query -
-key . d_key`.
+key . d_key`. A chunk lies in one sequence: packed ones have a table of chunks, those of tokens outside of every sequence included.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
-# ruff: noqa: SIM108 - static and dynamic conditions stay apart
+# ruff: noqa: SIM102, SIM108 - static and dynamic conditions stay apart
 import triton
 import triton.language as tl
 
@@ -18,6 +18,7 @@ from ejkernel_triton.linear_recurrence.tiles import (
     load_tile,
     row_of,
     scalar_logs,
+    segment_of,
     skip_of,
     state_of,
     store_tile,
@@ -35,62 +36,77 @@ def chunk_states_kernel(
     p_initial,
     p_others,
     p_end,
+    p_chunk,
+    chunks,
+    p_bounds,
+    p_first,
+    p_sequence,
     length,
+    segments,
+    sequences,
     p_before,
     p_final,
     p_carry,
     R: tl.constexpr,
     CHUNK: tl.constexpr,
+    SEGMENT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     FULL_CHUNKS: tl.constexpr,
     INITIAL: tl.constexpr,
+    WHOLE: tl.constexpr,
     CARRIES: tl.constexpr,
-    SEGMENT: tl.constexpr,
 ):
-    """The states before all chunks `[b, chunks, H, d, v]`, rounded, and after the last one. Backward in time, "before" means later.
+    """The states before all chunks `[b, chunks, H, d, v]`, rounded, and after sequences with tokens `[b, n, H, d, v]`. Backward in
+    time, "before" means later.
 
-    One program computes BLOCK_K rows and BLOCK_V columns of one head's states, in a segment of so many chunks (0: of all), before
-    which they are `p_initial` `[b, segments, H, d, v]`. BLOCK_K divides the rows or holds all of them.
-    CARRIES: where R.back, after each so many chunks the state times its gradient `[b, carries, H, programs]`. Of the states,
-    `p_others` has one of so many, `[b, carries, H, d, v]`, and `p_end` the last.
+    One program computes BLOCK_K rows and BLOCK_V columns of one head's states in a segment. BLOCK_K divides the rows or holds all.
+    p_chunk: the first chunk of each sequence. INITIAL: p_initial has the states before segments, or, if WHOLE, before sequences,
+    each of which is a segment.
+    CARRIES: where R.back, the state times its gradient `[b, chunks, H, programs]`, at every so many chunks of the table, and at
+    the last one of each sequence. Of the states, `p_others` has those before every so many chunks, `[b, carries, H, d, v]`, and
+    `p_end` those after sequences.
     """
     ROWS: tl.constexpr = (R.width + BLOCK_K - 1) // BLOCK_K
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
     i_row = tl.program_id(0) % ROWS * BLOCK_K
     i_column = tl.program_id(0) // ROWS % BLOCKS * BLOCK_V
     i_head = tl.program_id(0) // (ROWS * BLOCKS) % R.heads
-    i_start = tl.program_id(0) // (ROWS * BLOCKS * R.heads)
-    i_batch = i_start
-    chunks = tl.cdiv(length, CHUNK)
-    steps, i_begin = chunks, 0
-    if SEGMENT > 0:
-        segments = tl.cdiv(chunks, SEGMENT)
-        i_batch = i_start // segments
-        i_begin = i_start % segments * SEGMENT
-        steps = tl.minimum(chunks - i_begin, SEGMENT)
-    i_first = i_batch.to(tl.int64) * length
-    if R.reverse:
-        i_first += length - 1
-    o_sums = (i_batch.to(tl.int64) * R.heads + i_head) * (chunks * CHUNK)
+    i_segment = tl.program_id(0) // (ROWS * BLOCKS * R.heads) % segments
+    i_batch = tl.program_id(0) // (ROWS * BLOCKS * R.heads) // segments
+    i_sequence, i_first, count, valid, last, i_place = segment_of(
+        p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT
+    )
+    i_first = i_batch.to(tl.int64) * length + i_first
+    i_begin = i_place // CHUNK
+    if R.packed:
+        i_begin += tl.load(p_chunk + (0 if R.shared else i_batch) * (sequences + 3) + i_sequence + 1)
+    steps = tl.cdiv(tl.where(valid, count, 0), CHUNK)
+    i_end = i_batch * sequences + i_sequence
     b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if INITIAL:
-        p_first, m_first = state_of(p_initial + i_row * R.channels, i_start, i_head, i_column, R, BLOCK_K, BLOCK_V)
-        b_state = tl.load(p_first, mask=m_first, other=0.0).to(tl.float32)
+        if WHOLE:
+            i_start = i_end
+        else:
+            i_start = i_batch * segments + i_segment
+        p_start, m_start = state_of(p_initial + i_row * R.channels, i_start, i_head, i_column, R, BLOCK_K, BLOCK_V)
+        b_state = tl.load(p_start, mask=m_start & valid, other=0.0).to(tl.float32)
     for i_step in range(steps):
         if R.back:
-            i_chunk = i_begin + steps - 1 - i_step
+            i_local = steps - 1 - i_step
         else:
-            i_chunk = i_begin + i_step
-        i_position = i_chunk * CHUNK
-        rows = length - i_position
+            i_local = i_step
+        i_chunk = i_begin + i_local
+        i_position = i_local * CHUNK
+        rows = count - i_position
         if R.reverse:
             i_token = i_first - i_position
         else:
             i_token = i_first + i_position
         b_key = load_tile(p_key, i_token, i_head, i_row, rows, R.key_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
         b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
-        b_hi, b_lo, hi, lo = scalar_logs(p_hi, p_lo, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, FULL_CHUNKS, R)
+        o_sums = ((i_batch * chunks + i_chunk).to(tl.int64) * R.heads + i_head) * CHUNK
+        b_hi, b_lo, hi, lo = scalar_logs(p_hi, p_lo, p_gamma, i_batch, i_head, o_sums, rows, CHUNK, FULL_CHUNKS, R)
         b_update = edge_decays(b_hi, b_lo, hi, lo, R)[1]
         if R.value_scale_heads > 0:
             b_update *= load_scales(p_scale, i_token, i_head, rows, CHUNK, FULL_CHUNKS, R)
@@ -100,30 +116,32 @@ def chunk_states_kernel(
         tl.store(p_tile, b_state.to(p_before.dtype.element_ty), mask=m_tile)
         if CARRIES > 0:
             i_later = i_chunk + 1
-            if (i_later % CARRIES == 0) | (i_later == chunks):
+            ends = last & (i_local + 1 == steps)
+            if (i_later % CARRIES == 0) | ends:
                 i_other = i_batch * tl.cdiv(chunks, CARRIES) + i_later // CARRIES
                 p_other, m_other = state_of(p_others + i_row * R.channels, i_other, i_head, i_column, R, BLOCK_K, BLOCK_V)
-                b_other = tl.load(p_other, mask=m_other & (i_later < chunks), other=0.0).to(tl.float32)
+                b_other = tl.load(p_other, mask=m_other & (ends == 0), other=0.0).to(tl.float32)
                 if INITIAL:
-                    p_last, m_last = state_of(p_end + i_row * R.channels, i_batch, i_head, i_column, R, BLOCK_K, BLOCK_V)
-                    b_other += tl.load(p_last, mask=m_last & (i_later == chunks), other=0.0)
-                i_carry = (i_batch * tl.cdiv(chunks, CARRIES) + i_chunk // CARRIES) * R.heads + i_head
+                    p_last, m_last = state_of(p_end + i_row * R.channels, i_end, i_head, i_column, R, BLOCK_K, BLOCK_V)
+                    b_other += tl.load(p_last, mask=m_last & ends, other=0.0)
+                i_carry = (i_batch * chunks + i_chunk) * R.heads + i_head
                 i_carry = i_carry * (ROWS * BLOCKS) + tl.program_id(0) % (ROWS * BLOCKS)
                 tl.store(p_carry + i_carry, tl.sum(tl.sum(b_other * b_state, axis=1), axis=0))
         b_weighted = (b_value * (b_update * R.update_scale)[:, None]).to(b_key.dtype)
         b_state *= tl.exp2(hi)
         b_state = tl.dot(tl.trans(b_key), b_weighted, b_state)
-    p_last, m_last = state_of(p_final + i_row * R.channels, i_batch, i_head, i_column, R, BLOCK_K, BLOCK_V)
-    if SEGMENT > 0:
-        m_last = m_last & ((i_begin == 0) if R.back else (i_begin + steps == chunks))
-    tl.store(p_last, b_state, mask=m_last)
+    p_last, m_last = state_of(p_final + i_row * R.channels, i_end, i_head, i_column, R, BLOCK_K, BLOCK_V)
+    final = (i_place == 0) if R.back else last
+    tl.store(p_last, b_state, mask=m_last & valid & final)
 
 
 @triton.jit
-def load_state(p, i_index, i_head, i_column, R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    """The state `[BLOCK_K, BLOCK_V]` of one head, 0 where there is none."""
+def load_state(p, i_index, i_head, i_column, rows, R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    """The state `[BLOCK_K, BLOCK_V]` of one head, 0 where there is none: in packed sequences, if a chunk has no rows."""
     p_tile, m_tile = state_of(p, i_index, i_head, i_column, R, BLOCK_K, BLOCK_V)
-    if R.width % BLOCK_K == 0 and R.channels % BLOCK_V == 0:
+    if R.packed:
+        m_tile = m_tile & (rows > 0)
+    if R.width % BLOCK_K == 0 and R.channels % BLOCK_V == 0 and not R.packed:
         b_state = tl.load(p_tile)
     else:
         b_state = tl.load(p_tile, mask=m_tile, other=0.0)
@@ -131,17 +149,17 @@ def load_state(p, i_index, i_head, i_column, R: tl.constexpr, BLOCK_K: tl.conste
 
 
 @triton.jit
-def chunk_of(length, PARTS: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr):
-    """A program's part of the heads, batch member and chunk; the number of chunks, of the chunk's first token and of its rows."""
-    chunks = tl.cdiv(length, CHUNK)
+def chunk_of(
+    p_bounds, p_first, p_sequence, length, chunks, sequences, PARTS: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr
+):
+    """A program's part of the heads, batch member and chunk; the chunk's first token, its tokens, and those that take part."""
     i_chunk = tl.program_id(0) // PARTS % chunks
     i_batch = tl.program_id(0) // PARTS // chunks
-    i_token = i_batch.to(tl.int64) * length
-    if R.reverse:
-        i_token += length - 1 - i_chunk * CHUNK
-    else:
-        i_token += i_chunk * CHUNK
-    return tl.program_id(0) % PARTS, i_batch, i_chunk, chunks, i_token, length - i_chunk * CHUNK
+    _, i_token, count, valid, _, _ = segment_of(
+        p_bounds, p_first, p_sequence, i_batch, i_chunk, length, chunks, sequences, R, CHUNK
+    )
+    i_token = i_batch.to(tl.int64) * length + i_token
+    return tl.program_id(0) % PARTS, i_batch, i_chunk, i_token, count, tl.where(valid, count, 0)
 
 
 @triton.jit
@@ -162,11 +180,12 @@ def state_and_decays(
 ):  # fmt: skip
     """Of a chunk and a block of value channels of a head: the state, log decays, their `edge_decays`, and where gradients of the
     logs are stored."""
-    b_state = load_state(p_states, i_batch * chunks + i_chunk, i_head, i_block * BLOCK_V, R, BLOCK_K, BLOCK_V)
-    o_sums = (i_batch.to(tl.int64) * R.heads + i_head) * (chunks * CHUNK) + i_chunk * CHUNK
+    i_row = i_batch * chunks + i_chunk
+    b_state = load_state(p_states, i_row, i_head, i_block * BLOCK_V, rows, R, BLOCK_K, BLOCK_V)
+    o_sums = (i_row.to(tl.int64) * R.heads + i_head) * CHUNK
     b_hi, b_lo, hi, lo = scalar_logs(p_hi, p_lo, p_gamma, i_batch, i_head, o_sums, rows, CHUNK, FULL_CHUNKS, R)
     b_read, b_update = edge_decays(b_hi, b_lo, hi, lo, R)
-    o_log = o_sums + (i_block * batch).to(tl.int64) * R.heads * chunks * CHUNK
+    o_log = o_sums + (i_block * batch).to(tl.int64) * chunks * (R.heads * CHUNK)
     return b_state, b_hi, b_read, b_update, o_log + tl.arange(0, CHUNK)
 
 
@@ -178,7 +197,12 @@ def query_gradients_kernel(
     p_lo,
     p_gamma,
     p_before,
+    p_bounds,
+    p_first,
+    p_sequence,
     length,
+    chunks,
+    sequences,
     p_d_query,
     p_log,
     R: tl.constexpr,
@@ -191,11 +215,16 @@ def query_gradients_kernel(
     """The part of d_query that comes from states, and `query . d_query` of it. R is that of the forward phase.
 
     p_before: the states before all chunks. MEMBERS: blocks of value channels, of one or more heads of a group, that a program runs.
-    d_query `[b, t, parts, d]` are their sums, p_log `[blocks, b, H, chunks * CHUNK]` is that of each.
+    d_query `[b, t, parts, d]` are their sums, p_log `[blocks, b, chunks, H, CHUNK]` is that of each.
     """
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
     PARTS: tl.constexpr = R.heads * BLOCKS // MEMBERS
-    i_part, i_batch, i_chunk, chunks, i_token, rows = chunk_of(length, PARTS, CHUNK, R)
+    i_part, i_batch, i_chunk, i_token, stored, rows = chunk_of(
+        p_bounds, p_first, p_sequence, length, chunks, sequences, PARTS, CHUNK, R
+    )
+    if R.packed:
+        if stored == 0:  # the table has room for more chunks than there are
+            return
     batch = tl.num_programs(0) // PARTS // chunks
     i_any = i_part * MEMBERS // BLOCKS
     b_query = load_tile(p_query, i_token, i_any, 0, rows, R.query_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
@@ -212,7 +241,7 @@ def query_gradients_kernel(
         b_log = tl.sum(tl.dot(b_query, b_before) * b_d_out, axis=1) * b_read
         tl.store(p_log + o_log, b_log)
         b_d_query = tl.dot((b_d_out * b_read[:, None]).to(b_d_out.dtype), tl.trans(b_before), b_d_query)
-    p_sum, m_sum = sum_tile_of(p_d_query, i_token, i_part, rows, PARTS, BLOCK_K, CHUNK, R)
+    p_sum, m_sum = sum_tile_of(p_d_query, i_token, i_part, stored, PARTS, BLOCK_K, CHUNK, R)
     tl.store(p_sum, b_d_query, mask=m_sum)
 
 
@@ -229,7 +258,12 @@ def key_gradients_kernel(
     p_gamma,
     p_after,
     p_from_states,
+    p_bounds,
+    p_first,
+    p_sequence,
     length,
+    chunks,
+    sequences,
     p_d_query,
     p_d_key,
     p_d_value,
@@ -251,7 +285,12 @@ def key_gradients_kernel(
     """
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
     PARTS: tl.constexpr = R.heads * BLOCKS // MEMBERS
-    i_part, i_batch, i_chunk, chunks, i_token, rows = chunk_of(length, PARTS, CHUNK, R)
+    i_part, i_batch, i_chunk, i_token, stored, rows = chunk_of(
+        p_bounds, p_first, p_sequence, length, chunks, sequences, PARTS, CHUNK, R
+    )
+    if R.packed:
+        if stored == 0:  # the table has room for more chunks than there are
+            return
     batch = tl.num_programs(0) // PARTS // chunks
     o_row = tl.arange(0, CHUNK)
     m_seen = o_row[:, None] <= o_row[None, :]  # rows are keys, columns queries
@@ -302,7 +341,7 @@ def key_gradients_kernel(
         if R.value_scale_heads > 0:
             b_product = tl.sum(b_d_value * b_value, axis=1)
             p_row = row_of(p_d_scale, i_block * batch.to(tl.int64) * length + i_token, i_head, R.heads, CHUNK, R)
-            tl.store(p_row, b_d_scale + b_product * b_update, mask=o_row < rows)
+            tl.store(p_row, b_d_scale + b_product * b_update, mask=o_row < stored)
             b_d_value *= b_weight[:, None]
             b_log -= b_product * b_weight
         else:
@@ -310,15 +349,15 @@ def key_gradients_kernel(
             b_log -= tl.sum(b_d_value * b_value, axis=1)
         tl.store(p_log + o_log, b_log)
         b_d_value = tl.dot(b_weighted, b_d_out, b_d_value)
-        store_tile(p_d_value, b_d_value, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
+        store_tile(p_d_value, b_d_value, i_token, i_head, i_column, stored, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
 
     b_d_pairs = (b_d_pairs * R.scale).to(b_query.dtype)
     b_d_key = tl.dot(b_d_pairs, b_query, b_d_key)
-    p_sum, m_sum = sum_tile_of(p_d_key, i_token, i_part, rows, PARTS, BLOCK_K, CHUNK, R)
+    p_sum, m_sum = sum_tile_of(p_d_key, i_token, i_part, stored, PARTS, BLOCK_K, CHUNK, R)
     tl.store(p_sum, b_d_key.to(p_d_key.dtype.element_ty), mask=m_sum)
     p_sum, m_sum = sum_tile_of(p_from_states, i_token, i_part, rows, PARTS, BLOCK_K, CHUNK, R)
     b_d_query = tl.dot(tl.trans(b_d_pairs), b_key, tl.load(p_sum, mask=m_sum, other=0.0))
-    p_sum, m_sum = sum_tile_of(p_d_query, i_token, i_part, rows, PARTS, BLOCK_K, CHUNK, R)
+    p_sum, m_sum = sum_tile_of(p_d_query, i_token, i_part, stored, PARTS, BLOCK_K, CHUNK, R)
     tl.store(p_sum, b_d_query.to(p_d_query.dtype.element_ty), mask=m_sum)
 
 
@@ -327,39 +366,59 @@ def log_gradients_kernel(
     p_from_states,
     p_rest,
     p_carry,
+    p_bounds,
+    p_first,
+    p_sequence,
     length,
+    chunks,
+    sequences,
     p_d_log,
     R: tl.constexpr,
     CHUNK: tl.constexpr,
-    SEGMENT: tl.constexpr,
+    GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCKS: tl.constexpr,
     CARRIES: tl.constexpr,
 ):
-    """The gradients of log decays `[b, t, H]`: sums of both logs over the rest of a segment, and what is carried from its end.
+    """The gradients of log decays `[b, t, H]`: sums of both logs over the rest of a sequence's chunks in a group of so many, and
+    what is carried from their end.
 
     BLOCKS: of the logs. CARRIES: programs that computed a carry.
     """
     PARTS: tl.constexpr = (R.heads + HEADS - 1) // HEADS
-    segments = tl.cdiv(length, SEGMENT)
-    stored = tl.cdiv(length, CHUNK) * CHUNK
-    i_segment = tl.program_id(0) // PARTS % segments
-    i_batch = tl.program_id(0) // PARTS // segments
-    batch = tl.num_programs(0) // PARTS // segments
-    o_token = i_segment * SEGMENT + tl.arange(0, SEGMENT)
+    groups = tl.cdiv(chunks, GROUP)
+    i_group = tl.program_id(0) // PARTS % groups
+    i_batch = tl.program_id(0) // PARTS // groups
+    batch = tl.num_programs(0) // PARTS // groups
     i_head = tl.program_id(0) % PARTS * HEADS + tl.arange(0, HEADS)
-    m_log = (o_token < length)[:, None] & (i_head < R.heads)[None, :]
-    b_log = tl.zeros([SEGMENT, HEADS], tl.float32)
-    for i_block in tl.static_range(BLOCKS):
-        o_log = ((i_block * batch + i_batch).to(tl.int64) * R.heads + i_head[None, :]) * stored + o_token[:, None]
-        b_log += tl.load(p_from_states + o_log, mask=m_log, other=0.0)
-        b_log += tl.load(p_rest + o_log, mask=m_log, other=0.0)
+    o_row = tl.arange(0, CHUNK)
     b_carry = tl.zeros([HEADS], tl.float32)
-    for i_carry in tl.static_range(CARRIES):
-        o_carry = ((i_batch * segments + i_segment) * R.heads + i_head) * CARRIES + i_carry
-        b_carry += tl.load(p_carry + o_carry, mask=i_head < R.heads, other=0.0)
-    b_log = tl.cumsum(b_log, axis=0, reverse=True) + b_carry[None, :]
-    if R.reverse:
-        o_token = length - 1 - o_token
-    o_log = (i_batch.to(tl.int64) * length + o_token)[:, None] * R.heads + i_head[None, :]
-    tl.store(p_d_log + o_log, b_log, mask=m_log)
+    for i_step in tl.static_range(GROUP):
+        i_wanted = (i_group + 1) * GROUP - 1 - i_step
+        i_chunk = tl.minimum(i_wanted, chunks - 1)
+        _, i_token, count, valid, last, _ = segment_of(
+            p_bounds, p_first, p_sequence, i_batch, i_chunk, length, chunks, sequences, R, CHUNK
+        )
+        count = tl.where(i_wanted < chunks, count, 0)
+        m_log = (o_row < count)[:, None] & (i_head < R.heads)[None, :]
+        i_row = i_batch * chunks + i_chunk
+        b_log = tl.zeros([CHUNK, HEADS], tl.float32)
+        for i_block in tl.static_range(BLOCKS):
+            i_log = (i_block * batch).to(tl.int64) * chunks + i_row
+            o_log = (i_log * R.heads + i_head[None, :]) * CHUNK + o_row[:, None]
+            b_log += tl.load(p_from_states + o_log, mask=m_log, other=0.0)
+            b_log += tl.load(p_rest + o_log, mask=m_log, other=0.0)
+        ends = last | (i_step == 0)
+        b_end = tl.zeros([HEADS], tl.float32)
+        for i_carry in tl.static_range(CARRIES):
+            o_carry = (i_row * R.heads + i_head) * CARRIES + i_carry
+            b_end += tl.load(p_carry + o_carry, mask=(i_head < R.heads) & ends & valid & (count > 0), other=0.0)
+        b_carry = tl.where(ends, b_end, b_carry)
+        b_d_log = tl.cumsum(b_log, axis=0, reverse=True) + b_carry[None, :]
+        b_carry += tl.sum(b_log, axis=0)
+        if R.reverse:
+            o_token = i_token - o_row
+        else:
+            o_token = i_token + o_row
+        o_log = (i_batch.to(tl.int64) * length + o_token)[:, None] * R.heads + i_head[None, :]
+        tl.store(p_d_log + o_log, b_d_log, mask=m_log)

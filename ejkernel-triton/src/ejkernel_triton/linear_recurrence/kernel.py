@@ -66,11 +66,26 @@ _CARRY_CHUNKS = 4
 
 
 class _Segments(NamedTuple):
-    """A table for packed sequences (`query` as a placeholder without them), their size and number."""
+    """A table for packed sequences (`query` as a placeholder without them), their size and number.
+
+    The table pads the call's sequences with two: the tokens before and after them.
+    """
 
     table: tuple[Any, Any, Any]
     size: int
     number: int
+
+    @property
+    def used(self) -> Any:
+        """Which segments have tokens `[members, segments]`."""
+        _, first, sequence = self.table
+        return sequence < first.shape[1] - 1
+
+    @property
+    def empty(self) -> Any:
+        """Which of the call's sequences have no tokens `[members, n]`."""
+        _, first, _ = self.table
+        return first[:, 1:-2] == first[:, 2:-1]
 
 
 class _Prepared(NamedTuple):
@@ -105,6 +120,16 @@ class _Problem:
     @property
     def state_shape(self) -> tuple[int, int]:
         return self.call.query.shape[3], self.call.value.shape[3]
+
+    @property
+    def final_shape(self) -> tuple[int, ...]:
+        return self.batch, self.call.sequences, self.heads, *self.state_shape
+
+    def after_sequences(self, cut: _Segments, states: Any, given: Any) -> Any:
+        """The states after sequences that have tokens, and after the others, which no program runs, what was given, 0 if None."""
+        if not self.params.packed:
+            return states
+        return jnp.where(cut.empty[..., None, None, None], 0.0 if given is None else given.astype(jnp.float32), states)
 
     def segments(self, size: int) -> _Segments:
         bounds = self.inputs.cu_seqlens
@@ -167,28 +192,37 @@ class _Problem:
         return -(-params.channels // self.block_v(params))
 
     def states(
-        self, params: RecurrenceParams, key: Any, value: Any, cut: _Segments, initial: Any, prepared: _Prepared
+        self,
+        params: RecurrenceParams,
+        arrays: tuple[Any, Any],
+        cut: _Segments,
+        initial: Any,
+        prepared: _Prepared,
+        *,
+        final: bool = False,
     ) -> list[Any]:
-        """The states before all segments `[b, segments, H, d, v]` and after all sequences `[b, n, H, d, v]`."""
+        """The states before all segments `[b, segments, H, d, v]` and, if `final`, after all sequences `[b, n, H, d, v]`."""
         shape = (self.batch, cut.number, self.heads, *self.state_shape)
         logs = shape[:4] if params.decay == "key" else shape[:3] if params.decay == "scalar" else (1,)
         own, log = call_kernel(
             segment_states_kernel,
-            (key, value, self.scale, *prepared[4:], prepared.totals, *self.numbers(cut)),
+            (*arrays, self.scale, *prepared[4:], prepared.totals, *self.numbers(cut)),
             ((shape, jnp.float32), (logs, jnp.float32)),
             grid=self.batch * cut.number * self.heads * self.blocks(params),
+            FINAL=final,
             **self.tiles(params, cut, self.config),
         )
         size = params.width * params.channels
         return call_kernel(
             scan_states_kernel,
             (own, log, own if initial is None else initial, cut.table[1], cut.number, self.call.sequences),
-            ((shape, jnp.float32), ((self.batch, self.call.sequences, self.heads, *self.state_shape), jnp.float32)),
+            ((shape, jnp.float32), (self.final_shape if final else (1,), jnp.float32)),
             grid=self.batch * self.call.sequences * self.heads * -(-size // _SCAN_BLOCK),
             num_warps=4,
             R=params,
             BLOCK=_SCAN_BLOCK,
             INITIAL=initial is not None,
+            FINAL=final,
         )
 
     def prepare(self, cut: _Segments) -> _Prepared:
@@ -238,14 +272,14 @@ class _Problem:
         logs: _Logs | None = None,
         members: int = 1,
     ) -> list[Any]:
-        """The outputs `[b, t, H, channels]` of a recurrence, the states after segments if `last`, and what `logs` requests.
+        """The outputs `[b, t, H, channels]` of a recurrence, if `last` the states after sequences with tokens `[b, n, H, d, v]`,
+        and what `logs` requests.
 
         members: neighbouring heads whose outputs are summed, `[b, t, H / members, channels]`.
         """
         query = arrays[0]
         stand_in = (query, query, query, query)
         given = stand_in if logs is None else tuple(query if x is None else x for x in logs.arrays)
-        state = (self.batch, cut.number, self.heads, *self.state_shape)
         shape = (self.batch, self.length, self.heads, params.channels)
         log_shape = (1,) if logs is None else (self.blocks(params), *shape[:3]) if params.decay == "scalar" else shape
         parts = self.heads // members
@@ -258,7 +292,7 @@ class _Problem:
             ),
             (
                 ((*shape[:2], parts, params.channels), dtype),
-                (state if last else (1,), jnp.float32),
+                (self.final_shape if last else (1,), jnp.float32),
                 (log_shape, jnp.float32),
             ),
             grid=self.batch * cut.number * parts * self.blocks(params),
@@ -284,35 +318,36 @@ class _Problem:
         prepared: _Prepared,
         *,
         initial: Any,
-        segment: int,
+        segments: _Segments,
+        whole: bool,
         others: tuple[Any, Any] | None = None,
     ) -> list[Any]:
-        """The states before all chunks `[b, chunks, H, d, v]` in the dtype of value and after the last `[b, 1, H, d, v]`; with
-        `others`, the forward phase's of one of _CARRY_CHUNKS chunks and after the last, also what is carried between the segments
-        of gradients of decays.
+        """The states before all chunks `[b, chunks, H, d, v]` in the dtype of value and after sequences `[b, n, H, d, v]` that have
+        tokens; with `others`, the forward phase's of one of _CARRY_CHUNKS chunks and after sequences, also what is carried between
+        the groups of chunks in which gradients of decays are summed.
 
-        segment: chunks of a program, with the states before segments `[b, segments, H, d, v]` as `initial`; 0 = all."""
+        segments: one for each program. initial: the states before them, or, if they are `whole` sequences, before sequences."""
         key, value = arrays
         block_k, programs = self.chunk_state_programs(params)
-        chunks = cut.size // self.config.chunk_size
-        carries = (self.batch, -(-chunks // _CARRY_CHUNKS), self.heads, programs)
+        carries = (self.batch, cut.number, self.heads, programs)
         tiles: dict[str, Any] = self.chunk_tiles(params) | {"BLOCK_K": block_k, "num_warps": 4}
         return call_kernel(
             chunk_states_kernel,
             (
                 *(key, value, self.scale, *prepared[4:], value if initial is None else initial),
                 *((value, value) if others is None else others),
-                self.length,
+                *(cut.table[1], cut.number, *self.numbers(segments)),
             ),
             (
-                ((self.batch, chunks, self.heads, *self.state_shape), value.dtype),
-                ((self.batch, 1, self.heads, *self.state_shape), jnp.float32),
+                ((self.batch, cut.number, self.heads, *self.state_shape), value.dtype),
+                (self.final_shape, jnp.float32),
                 ((1,) if others is None else carries, jnp.float32),
             ),
-            grid=self.batch * self.heads * programs * (-(-chunks // segment) if segment else 1),
+            grid=self.batch * self.heads * programs * segments.number,
+            SEGMENT=segments.size,
             INITIAL=initial is not None,
+            WHOLE=whole,
             CARRIES=0 if others is None else _CARRY_CHUNKS,
-            SEGMENT=segment,
             **tiles,
         )
 
@@ -343,9 +378,9 @@ class _Problem:
 
     def chunk_sums(self, cut: _Segments) -> tuple[int, tuple[Any, Any], dict[str, Any]]:
         """Of the gradients of all chunks: parts in which those of query and key are summed, what their logs are, tiles."""
-        blocks, programs = self.blocks(self.params), self.batch * cut.size // self.config.chunk_size * self.heads
+        blocks, programs = self.blocks(self.params), self.batch * cut.number * self.heads
         members = _members(self.heads // self.params.key_heads * blocks, programs * blocks)
-        logs = ((blocks, self.batch, self.heads, cut.size), jnp.float32)
+        logs = ((blocks, self.batch, cut.number, self.heads, cut.size), jnp.float32)
         tiles = self.chunk_tiles(self.params) | {"grid": programs * blocks // members, "MEMBERS": members}
         return self.heads * blocks // members, logs, tiles
 
@@ -354,7 +389,7 @@ class _Problem:
         parts, logs, tiles = self.chunk_sums(cut)
         return call_kernel(
             query_gradients_kernel,
-            (self.inputs.query, d_out, *prepared[4:], before, self.length),
+            (self.inputs.query, d_out, *prepared[4:], before, *self.numbers(cut)),
             (((self.batch, self.length, parts, self.params.width), jnp.float32), logs),
             **tiles,
         )
@@ -364,7 +399,7 @@ class _Problem:
     ) -> tuple[list[Any], Any]:
         """The gradients of query, key `[b, t, parts, d]`, value, value_scale `[blocks, b, t, H]` and skip `[blocks, b, chunks, H]`;
         and of log decays `[1, b, t, H]`."""
-        inputs, params, chunk = self.inputs, self.params, self.config.chunk_size
+        inputs, params = self.inputs, self.params
         tokens = self.batch, self.length
         parts, logs, tiles = self.chunk_sums(cut)
         sums, channels = (*tokens, parts, params.width), (*tokens, self.heads, params.channels)
@@ -373,12 +408,12 @@ class _Problem:
             return given.dtype if given.shape[2] == heads else jnp.float32
 
         scales = (self.blocks(params), *tokens, self.heads) if params.value_scale_heads else (1,)
-        skips = (self.blocks(params), self.batch, cut.size // chunk, self.heads) if params.skip_heads else (1,)
+        skips = (self.blocks(params), self.batch, cut.number, self.heads) if params.skip_heads else (1,)
         *gradients, rest, d_scale, d_skip = call_kernel(
             key_gradients_kernel,
             (
                 *(inputs.query, inputs.key, inputs.value, self.scale, self.skip, d_out),
-                *(*prepared[4:], d_states[0], from_states[0], self.length),
+                *(*prepared[4:], d_states[0], from_states[0], *self.numbers(cut)),
             ),
             (
                 (sums, dtype(inputs.query, parts)),
@@ -390,16 +425,18 @@ class _Problem:
             ),
             **tiles,
         )
-        segment, heads = _CARRY_CHUNKS * chunk, min(_SUMMED_HEADS, dot_block(self.heads))
+        if params.skip_heads and params.packed:
+            d_skip = jnp.where(cut.used[None, ..., None], d_skip, 0.0)
+        heads = min(_SUMMED_HEADS, dot_block(self.heads))
         d_logs = call_kernel(
             log_gradients_kernel,
-            (from_states[1], rest, d_states[2], self.length),
+            (from_states[1], rest, d_states[2], *self.numbers(cut)),
             (((1, *tokens, self.heads), jnp.float32),),
-            grid=self.batch * -(-self.length // segment) * -(-self.heads // heads),
+            grid=self.batch * -(-cut.number // _CARRY_CHUNKS) * -(-self.heads // heads),
             num_warps=4,
             R=params,
-            CHUNK=chunk,
-            SEGMENT=segment,
+            CHUNK=cut.size,
+            GROUP=_CARRY_CHUNKS,
             HEADS=heads,
             BLOCKS=self.blocks(params),
             CARRIES=d_states[2].shape[3],
@@ -507,17 +544,14 @@ def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: 
         -(-length // config.chunk_size) * config.chunk_size if fused else config.segment_size or _segment_of(config)
     )
     prepared = problem.prepare(cut)
-    if fused:
-        before, final = inputs.initial_state, None
-    else:
-        before, final = problem.states(params, prepared.update, inputs.value, cut, inputs.initial_state, prepared)
-    last = fused and call.return_state
-    arrays = prepared.read, prepared.update, inputs.value
-    found = problem.read(params, arrays, cut, prepared, before=before, dtype=call.value.dtype, last=last)
-    out = found[0]
+    arrays, before = (prepared.read, prepared.update, inputs.value), inputs.initial_state
+    if not fused:
+        before = problem.states(params, arrays[1:], cut, before, prepared)[0]
+    dtype, last = call.value.dtype, call.return_state
+    out, final, _ = problem.read(params, arrays, cut, prepared, before=before, dtype=dtype, last=last)
     if length > 1:
         out, _ = problem.step_by_step(cut, before, _REPAIR_BLOCK, 4, found=out)
-    return LinearRecurrenceOutputs(out, (found[1] if fused else final) if call.return_state else None)
+    return LinearRecurrenceOutputs(out, problem.after_sequences(cut, final, inputs.initial_state) if last else None)
 
 
 def _takes_scales(call: LinearRecurrenceCall) -> bool:
@@ -576,11 +610,15 @@ def backward(
     prepared = problem.prepare(cut)
     params = problem.params
     query, key, value = inputs.query, inputs.key, inputs.value
-    before, final = problem.states(prepared_params(params), prepared.update, value, cut, inputs.initial_state, prepared)
-    to_value = value_gradient_params(prepared_params(params))
-    d_after, d_initial = problem.states(to_value, prepared.read, d_out, cut, d_final, prepared)
-
     decaying = params.decay != "none"
+    before, final = problem.states(
+        prepared_params(params), (prepared.update, value), cut, inputs.initial_state, prepared,
+        final=decaying and d_final is not None,
+    )  # fmt: skip
+    to_value = value_gradient_params(prepared_params(params))
+    d_after, d_initial = problem.states(
+        to_value, (prepared.read, d_out), cut, d_final, prepared, final=inputs.initial_state is not None
+    )
 
     def gradient(given: Any, params: RecurrenceParams, arrays: tuple[Any, Any, Any], **options: Any) -> list[Any]:
         """With heads that share, float32 sums of as many as one program runs."""
@@ -603,25 +641,24 @@ def backward(
 def _gradients_of_chunks(problem: _Problem, d_out: Any, d_final: Any) -> LinearRecurrenceInputs:
     """The gradients from the stored states of all chunks, and from those of their gradients, which take the place of the states."""
     inputs, chunk = problem.inputs, problem.config.chunk_size
-    cut = problem.segments(-(-problem.length // chunk) * chunk)
+    cut = problem.segments(chunk)
     prepared = problem.prepare(cut)
-    params = problem.params
+    params, to_value = problem.params, value_gradient_params(problem.params)
     keys, queries = (inputs.key, inputs.value), (inputs.query, d_out)
     first, d_last, segment = inputs.initial_state, d_final, problem.chunks_at_once()
+    segments = problem.segments((segment or -(-problem.length // chunk)) * chunk)
     if segment:
-        parts = problem.segments(segment * chunk)
-        of_parts = problem.prepare(parts)
-        first = problem.states(params, *keys, parts, first, of_parts)[0]
-        d_last = problem.states(value_gradient_params(params), *queries, parts, d_last, of_parts)[0]
-    before, last, _ = problem.chunk_states(params, keys, cut, prepared, initial=first, segment=segment)
+        of_segments = problem.prepare(segments)
+        first = problem.states(params, keys, segments, first, of_segments)[0]
+        d_last = problem.states(to_value, queries, segments, d_last, of_segments)[0]
+    options: dict[str, Any] = {"segments": segments, "whole": not segment}
+    before, last, _ = problem.chunk_states(params, keys, cut, prepared, initial=first, **options)
     from_states = problem.gradients_from_states(d_out, before, cut, prepared)
     others = before[:, ::_CARRY_CHUNKS], last
     queries, others, from_states = jax.lax.optimization_barrier((queries, others, from_states))
-    d_states = problem.chunk_states(
-        value_gradient_params(params), queries, cut, prepared, initial=d_last, segment=segment, others=others
-    )
+    d_states = problem.chunk_states(to_value, queries, cut, prepared, initial=d_last, others=others, **options)
     gradients, d_logs = problem.chunk_gradients(d_out, from_states, d_states, cut, prepared)
-    return _gradients(problem, gradients, d_logs, d_states[1])
+    return _gradients(problem, gradients, d_logs, problem.after_sequences(cut, d_states[1], d_final))
 
 
 def _gradients(problem: _Problem, gradients: Iterable[Any], d_logs: Any, d_initial: Any) -> LinearRecurrenceInputs:

@@ -61,7 +61,7 @@ def recurrent_kernel(
     i_head = tl.program_id(0) // BLOCKS % R.heads
     i_segment = tl.program_id(0) // (BLOCKS * R.heads) % segments
     i_batch = tl.program_id(0) // (BLOCKS * R.heads) // segments
-    _, i_first, count, valid, _ = segment_of(
+    _, i_first, count, valid, _, _ = segment_of(
         p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT
     )
     i_first = i_batch.to(tl.int64) * length + i_first

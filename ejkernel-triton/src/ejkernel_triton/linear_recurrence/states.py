@@ -44,7 +44,7 @@ def sums_kernel(
     i_chunk = tl.program_id(0) // BLOCKS % CHUNKS
     i_segment = tl.program_id(0) // (BLOCKS * CHUNKS) % segments
     i_batch = tl.program_id(0) // (BLOCKS * CHUNKS) // segments
-    _, i_token, count, valid, _ = segment_of(
+    _, i_token, count, valid, _, _ = segment_of(
         p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT
     )
     o_row, i_head = tl.arange(0, CHUNK), i_block * HEADS + tl.arange(0, HEADS)
@@ -93,17 +93,25 @@ def segment_states_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     FULL_CHUNKS: tl.constexpr,
+    FINAL: tl.constexpr,
 ):
-    """The state after a segment that starts from zero, and the base-2 logarithm of its decay."""
+    """The state after a segment that starts from zero, and the base-2 logarithm of its decay. FINAL: also after the segments that
+    no other one of their sequence follows; nothing is stored for those otherwise."""
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
     i_block = tl.program_id(0) % BLOCKS
     i_head = tl.program_id(0) // BLOCKS % R.heads
     i_segment = tl.program_id(0) // (BLOCKS * R.heads) % segments
     i_batch = tl.program_id(0) // (BLOCKS * R.heads) // segments
     i_column = i_block * BLOCK_V
-    i_where = segment_of(p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT)
-    i_first, count, valid = i_where[1], i_where[2], i_where[3]
-    count = tl.where(valid, count, 0)
+    _, i_first, count, wanted, last, i_position = segment_of(
+        p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT
+    )
+    if not FINAL:
+        if R.back:
+            wanted = wanted & (i_position > 0)
+        else:
+            wanted = wanted & (last == 0)
+    count = tl.where(wanted, count, 0)
     i_first = i_batch.to(tl.int64) * length + i_first
     chunks = tl.cdiv(count, CHUNK)
     o_sums = ((i_batch * segments + i_segment).to(tl.int64) * R.heads + i_head) * SEGMENT
@@ -150,13 +158,13 @@ def segment_states_kernel(
 
     i_state = i_batch * segments + i_segment
     p_out, m_out = state_of(p_state, i_state, i_head, i_column, R, BLOCK_K, BLOCK_V)
-    tl.store(p_out, b_state, mask=m_out)
+    tl.store(p_out, b_state, mask=m_out & wanted)
     if R.decay == "key":
         o_row = tl.arange(0, BLOCK_K)
         p_log += (i_state.to(tl.int64) * R.heads + i_head) * R.width
-        tl.store(p_log + o_row, b_total, mask=(o_row < R.width) & (i_block == 0))
+        tl.store(p_log + o_row, b_total, mask=(o_row < R.width) & (i_block == 0) & wanted)
     elif R.decay == "scalar":
-        tl.store(p_log + i_state.to(tl.int64) * R.heads + i_head, b_total, mask=i_block == 0)
+        tl.store(p_log + i_state.to(tl.int64) * R.heads + i_head, b_total, mask=(i_block == 0) & wanted)
 
 
 @triton.jit
@@ -172,8 +180,9 @@ def scan_states_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
     INITIAL: tl.constexpr,
+    FINAL: tl.constexpr,
 ):
-    """The state before each segment, and after the last one of a sequence. Backward in time, "before" means later."""
+    """The state before each segment, and if FINAL after the last one of a sequence. Backward in time, "before" means later."""
     SIZE: tl.constexpr = R.width * R.channels
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     i_block = tl.program_id(0) % BLOCKS
@@ -197,11 +206,13 @@ def scan_states_kernel(
         else:
             i_segment = first + i_step
         o_segment = (i_batch * segments + i_segment).to(tl.int64) * R.heads + i_head
-        b_own = tl.load(p_state + o_segment * SIZE + o_state, mask=m_state, other=0.0)
+        read = (i_step + 1 < end - first) | FINAL
+        b_own = tl.load(p_state + o_segment * SIZE + o_state, mask=m_state & read, other=0.0)
         tl.store(p_before + o_segment * SIZE + o_state, b_state, mask=m_state)
         if R.decay == "key":
-            b_state *= tl.exp2(tl.load(p_log + o_segment * R.width + o_state // R.channels, mask=m_state, other=0.0))
+            b_state *= tl.exp2(tl.load(p_log + o_segment * R.width + o_state // R.channels, mask=m_state & read, other=0.0))
         elif R.decay == "scalar":
-            b_state *= tl.exp2(tl.load(p_log + o_segment))
+            b_state *= tl.exp2(tl.load(p_log + o_segment, mask=read, other=0.0))
         b_state += b_own
-    tl.store(p_final + o_sequence + o_state, b_state, mask=m_state)
+    if FINAL:
+        tl.store(p_final + o_sequence + o_state, b_state, mask=m_state)

@@ -23,8 +23,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def segment_of(
     p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R: tl.constexpr, SEGMENT: tl.constexpr
 ):
-    """Sequence of a segment, its first token in time order, its token count, whether the sequence is valid, and whether the
-    segment is its last.
+    """Sequence of a segment, its first token in time order, its token count, whether the sequence is valid, whether the segment is
+    its last, and the segment's position in it.
 
     The table pads the call's sequences with two invalid ones: the tokens before and after them.
     """
@@ -50,7 +50,7 @@ def segment_of(
         i_token = end - 1 - i_position
     else:
         i_token = begin + i_position
-    return i_sequence, i_token, count, valid, last
+    return i_sequence, i_token, count, valid, last, i_position
 
 
 @triton.jit

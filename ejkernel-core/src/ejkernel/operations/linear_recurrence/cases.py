@@ -87,6 +87,7 @@ def arrays(
 
 
 _STATE = {"return_state": True}
+_SCALED: Any = {"value_scale": True, "skip": "head"}
 _TRANSPOSED = {**_STATE, "transposed_state": True}
 _BENCH, _BENCH_CPU = frozenset({"bench"}), frozenset({"bench-cpu"})
 _TRANSFORMS = frozenset({"transforms"})
@@ -112,7 +113,7 @@ CASES = (
     ),
     Case(
         "packed-ssd",
-        arrays(1, 24, 1, value_heads=4, decays="g", value_scale=True, skip="head", state=True, bounds=(0, 5, 6, 6, 20)),
+        arrays(1, 24, 1, value_heads=4, decays="g", state=True, bounds=(0, 5, 6, 6, 20), **_SCALED),
         _STATE,
     ),
     Case("reverse", arrays(decays="gk gv", state=True), {"reverse": True, **_STATE}),
@@ -127,6 +128,11 @@ CASES = (
     Case("packed-no-sequence", arrays(1, 6, decays="g", bounds=(0,), state=True), _STATE),
     Case("long", arrays(1, 150, 1, decays="g gk")),
     Case("long-value-groups", arrays(1, 530, 1, 16, 16, value_heads=3, decays="g", state=True), _STATE),
+    Case(
+        "long-packed-ssd",
+        arrays(1, 600, 1, 16, 16, value_heads=3, decays="g", rate=0.05, bounds=(0, 9, 9, 540, 590), state=True, **_SCALED),
+        _STATE,
+    ),
     Case("square-state", arrays(1, 6, width=4, channels=4, decays="g", state=True), _STATE),
     Case("length-1", arrays(length=1, decays="g gk gv", bonus=True, state=True), _STATE),
     Case("length-0", arrays(length=0, decays="g", state=True), _STATE),
