@@ -544,14 +544,19 @@ def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: 
         -(-length // config.chunk_size) * config.chunk_size if fused else config.segment_size or _segment_of(config)
     )
     prepared = problem.prepare(cut)
-    arrays, before = (prepared.read, prepared.update, inputs.value), inputs.initial_state
+    arrays, before, final = (prepared.read, prepared.update, inputs.value), inputs.initial_state, None
+    # Packed sequences leave their states with the outputs: their last segments, often the only ones, are read once. A row's is
+    # found before outputs, which whoever wants the state alone then need not compute.
+    last = call.return_state and (fused or params.packed)
     if not fused:
-        before = problem.states(params, arrays[1:], cut, before, prepared)[0]
-    dtype, last = call.value.dtype, call.return_state
-    out, final, _ = problem.read(params, arrays, cut, prepared, before=before, dtype=dtype, last=last)
+        before, final = problem.states(params, arrays[1:], cut, before, prepared, final=call.return_state and not last)
+    found = problem.read(params, arrays, cut, prepared, before=before, dtype=call.value.dtype, last=last)
+    out = found[0]
+    if last:
+        final = problem.after_sequences(cut, found[1], inputs.initial_state)
     if length > 1:
         out, _ = problem.step_by_step(cut, before, _REPAIR_BLOCK, 4, found=out)
-    return LinearRecurrenceOutputs(out, problem.after_sequences(cut, final, inputs.initial_state) if last else None)
+    return LinearRecurrenceOutputs(out, final if call.return_state else None)
 
 
 def _takes_scales(call: LinearRecurrenceCall) -> bool:
