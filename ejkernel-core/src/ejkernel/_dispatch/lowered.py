@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.export
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -118,13 +119,13 @@ class _Code:
         results: Sequence[ArraySpec],
         code: jax.export.Exported | Callable[[], jax.export.Exported],
     ) -> None:
-        self.results = [jax.core.ShapedArray(spec.shape, spec.dtype) for spec in results]
+        self.results = [ShapedArray(spec.shape, spec.dtype) for spec in results]
         self._key = key
         self._implementation = implementation
         self._code: Any = code
         self._exporting = threading.Lock()
 
-    def call(self, *arrays: Any) -> list[Any]:
+    def call(self, *arrays: Any) -> Any:
         with self._exporting:
             code = self._code
             if not isinstance(code, jax.export.Exported):
@@ -154,7 +155,7 @@ _lowered_p = Primitive("ejkernel_lowered")
 _lowered_p.multiple_results = True
 
 
-def _run(*arrays: Any, code: _Code) -> list[Any]:
+def _run(*arrays: Any, code: _Code) -> Any:
     return code.call(*arrays)
 
 
