@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import ejkernel
+from ejkernel._dispatch import execution
 from ejkernel.errors import CacheWarning, EjkernelWarning, FallbackWarning
 from ejkernel.utils import warn_once as _warn
 
@@ -33,6 +34,7 @@ def line() -> int:
 def seen(monkeypatch):
     """What was warned of, each time anew."""
     monkeypatch.setattr(_warn, "_said", set())
+    monkeypatch.setattr(execution, "_warned", set())
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         yield found
