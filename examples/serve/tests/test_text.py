@@ -47,4 +47,6 @@ def test_what_was_held_back_comes_at_the_end():
 def test_the_mark_is_no_text():
     stream = TextStream()
     assert stream.feed(0x41, None).text == "A"
+    assert stream.feed(256, None) == ("", (256,))
     assert stream.feed(256, "stop") == ("", ())
+    assert TextStream().feed(256, "length") == ("", (256,))

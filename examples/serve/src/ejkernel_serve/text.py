@@ -17,7 +17,11 @@ def tokens_of(text: str) -> tuple[int, ...]:
 
 def text_of(tokens: Sequence[int]) -> str:
     """Without marks; what is no UTF-8 becomes U+FFFD."""
-    return bytes(token for token in tokens if token != START).decode(errors="replace")
+    return _bytes_of(tokens).decode(errors="replace")
+
+
+def _bytes_of(tokens: Sequence[int]) -> bytes:
+    return bytes(token for token in tokens if token != START)
 
 
 class Piece(NamedTuple):
@@ -47,7 +51,7 @@ class TextStream:
         elif reason == "stop":
             kept -= 1 if token == START else max(len(stop) for stop in self._stop if self._ends_with(stop))
         certain, self._held = tuple(self._held[:kept]), self._held[kept:]
-        return Piece(self._decoder.decode(bytes(certain), final=reason is not None), certain)
+        return Piece(self._decoder.decode(_bytes_of(certain), final=reason is not None), certain)
 
     def _unsure(self) -> int:
         """How many of the last tokens begin a stop sequence."""
