@@ -187,10 +187,10 @@ def test_stored_states(launched, monkeypatch, decays, options, reverse, members)
         if getattr(found[0], name) is not None:
             np.testing.assert_array_equal(getattr(found[0], name), getattr(found[1], name))
     of_segments = "segment_states_kernel", None
-    assert launched.count(of_segments) == 1, "forward alone"
+    assert launched.count(of_segments) == 2, "forward alone, and its last states"
     monkeypatch.setattr(kernel, "_LEAST_CHUNKS", 2)
     check(call, inputs, choice, (8e-3, 1.6e-2))
-    assert launched.count(of_segments) == 4, "few heads: states of segments come first"
+    assert launched.count(of_segments) == 6, "few heads: states of segments come first"
 
 
 @pytest.mark.parametrize("least", [2, 8])

@@ -113,7 +113,7 @@ def fused_chunk_kernel(
 ):
     """Outputs of a segment's tokens.
 
-    BEFORE: there are states before the segments. LAST: the states after sequences that have tokens are wanted.
+    BEFORE: there are states before the segments. LAST: the state after the segment is wanted.
     LOG: 1 writes own . out, of every channel or summed; 2 takes that of the other gradient and writes the gradient of the decays.
     FINAL: the state at the end of a sequence has a gradient, and lies in p_final.
     MEMBERS: heads that a program runs one after the other, and whose outputs it sums in p_out, float32 if there are several.
@@ -303,8 +303,8 @@ def fused_chunk_kernel(
         if LAST:
             if TRANSPOSED:
                 b_state = tl.trans(b_state)
-            p_tile, m_tile = state_of(p_last, i_batch * sequences + i_sequence, i_head, i_column, R, BLOCK_K, BLOCK_V)
-            tl.store(p_tile, b_state, mask=m_tile & valid & last)
+            p_tile, m_tile = state_of(p_last, i_state, i_head, i_column, R, BLOCK_K, BLOCK_V)
+            tl.store(p_tile, b_state, mask=m_tile)
         if MEMBERS > 1:
             tl.debug_barrier()  # the next head's threads read what others have stored
 

@@ -192,37 +192,50 @@ class _Problem:
         return -(-params.channels // self.block_v(params))
 
     def states(
-        self,
-        params: RecurrenceParams,
-        arrays: tuple[Any, Any],
-        cut: _Segments,
-        initial: Any,
-        prepared: _Prepared,
-        *,
-        final: bool = False,
-    ) -> list[Any]:
-        """The states before all segments `[b, segments, H, d, v]` and, if `final`, after all sequences `[b, n, H, d, v]`."""
+        self, params: RecurrenceParams, arrays: tuple[Any, Any], cut: _Segments, initial: Any, prepared: _Prepared
+    ) -> Any:
+        """The states before all segments `[b, segments, H, d, v]`."""
         shape = (self.batch, cut.number, self.heads, *self.state_shape)
-        logs = shape[:4] if params.decay == "key" else shape[:3] if params.decay == "scalar" else (1,)
-        own, log = call_kernel(
-            segment_states_kernel,
-            (*arrays, self.scale, *prepared[4:], prepared.totals, *self.numbers(cut)),
-            ((shape, jnp.float32), (logs, jnp.float32)),
-            grid=self.batch * cut.number * self.heads * self.blocks(params),
-            FINAL=final,
-            **self.tiles(params, cut, self.config),
-        )
+        own, log = self._after_segments(params, arrays, cut, prepared, shape)
         size = params.width * params.channels
         return call_kernel(
             scan_states_kernel,
             (own, log, own if initial is None else initial, cut.table[1], cut.number, self.call.sequences),
-            ((shape, jnp.float32), (self.final_shape if final else (1,), jnp.float32)),
+            ((shape, jnp.float32),),
             grid=self.batch * self.call.sequences * self.heads * -(-size // _SCAN_BLOCK),
             num_warps=4,
             R=params,
             BLOCK=_SCAN_BLOCK,
             INITIAL=initial is not None,
+        )[0]
+
+    def last_states(
+        self, params: RecurrenceParams, arrays: tuple[Any, Any], cut: _Segments, before: Any, prepared: _Prepared
+    ) -> Any:
+        """The states after all sequences that have tokens `[b, n, H, d, v]`, a launch that XLA drops where nobody reads them."""
+        return self._after_segments(params, arrays, cut, prepared, self.final_shape, before)[0]
+
+    def _after_segments(
+        self,
+        params: RecurrenceParams,
+        arrays: tuple[Any, Any],
+        cut: _Segments,
+        prepared: _Prepared,
+        shape: tuple[int, ...],
+        before: Any = None,
+    ) -> list[Any]:
+        """From zero, for all but last segments, with the logarithms of their decays; or from the states before them, for these."""
+        final = before is not None
+        segments = (self.batch, cut.number, self.heads)
+        logs = (1,) if final or params.decay == "none" else (*segments, params.width) if params.decay == "key" else segments
+        given = prepared.totals, arrays[0] if before is None else before
+        return call_kernel(
+            segment_states_kernel,
+            (*arrays, self.scale, *prepared[4:], *given, *self.numbers(cut)),
+            ((shape, jnp.float32), (logs, jnp.float32)),
+            grid=self.batch * cut.number * self.heads * self.blocks(params),
             FINAL=final,
+            **self.tiles(params, cut, self.config),
         )
 
     def prepare(self, cut: _Segments) -> _Prepared:
@@ -272,14 +285,14 @@ class _Problem:
         logs: _Logs | None = None,
         members: int = 1,
     ) -> list[Any]:
-        """The outputs `[b, t, H, channels]` of a recurrence, if `last` the states after sequences with tokens `[b, n, H, d, v]`,
-        and what `logs` requests.
+        """The outputs `[b, t, H, channels]` of a recurrence, the states after segments if `last`, and what `logs` requests.
 
         members: neighbouring heads whose outputs are summed, `[b, t, H / members, channels]`.
         """
         query = arrays[0]
         stand_in = (query, query, query, query)
         given = stand_in if logs is None else tuple(query if x is None else x for x in logs.arrays)
+        state = (self.batch, cut.number, self.heads, *self.state_shape)
         shape = (self.batch, self.length, self.heads, params.channels)
         log_shape = (1,) if logs is None else (self.blocks(params), *shape[:3]) if params.decay == "scalar" else shape
         parts = self.heads // members
@@ -292,7 +305,7 @@ class _Problem:
             ),
             (
                 ((*shape[:2], parts, params.channels), dtype),
-                (self.final_shape if last else (1,), jnp.float32),
+                (state if last else (1,), jnp.float32),
                 (log_shape, jnp.float32),
             ),
             grid=self.batch * cut.number * parts * self.blocks(params),
@@ -544,14 +557,18 @@ def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: 
         -(-length // config.chunk_size) * config.chunk_size if fused else config.segment_size or _segment_of(config)
     )
     prepared = problem.prepare(cut)
-    arrays, before = (prepared.read, prepared.update, inputs.value), inputs.initial_state
+    arrays, before, final = (prepared.read, prepared.update, inputs.value), inputs.initial_state, None
     if not fused:
-        before = problem.states(params, arrays[1:], cut, before, prepared)[0]
-    dtype, last = call.value.dtype, call.return_state
-    out, final, _ = problem.read(params, arrays, cut, prepared, before=before, dtype=dtype, last=last)
+        before = problem.states(params, arrays[1:], cut, before, prepared)
+        if call.return_state:
+            final = problem.last_states(params, arrays[1:], cut, before, prepared)
+            final = problem.after_sequences(cut, final, inputs.initial_state)
+    last = fused and call.return_state
+    found = problem.read(params, arrays, cut, prepared, before=before, dtype=call.value.dtype, last=last)
+    out = found[0]
     if length > 1:
         out, _ = problem.step_by_step(cut, before, _REPAIR_BLOCK, 4, found=out)
-    return LinearRecurrenceOutputs(out, problem.after_sequences(cut, final, inputs.initial_state) if last else None)
+    return LinearRecurrenceOutputs(out, (found[1] if fused else final) if call.return_state else None)
 
 
 def _takes_scales(call: LinearRecurrenceCall) -> bool:
@@ -611,14 +628,16 @@ def backward(
     params = problem.params
     query, key, value = inputs.query, inputs.key, inputs.value
     decaying = params.decay != "none"
-    before, final = problem.states(
-        prepared_params(params), (prepared.update, value), cut, inputs.initial_state, prepared,
-        final=decaying and d_final is not None,
-    )  # fmt: skip
+    keys = prepared.update, value
+    before, final = problem.states(prepared_params(params), keys, cut, inputs.initial_state, prepared), None
+    if decaying and d_final is not None:
+        final = problem.last_states(prepared_params(params), keys, cut, before, prepared)
     to_value = value_gradient_params(prepared_params(params))
-    d_after, d_initial = problem.states(
-        to_value, (prepared.read, d_out), cut, d_final, prepared, final=inputs.initial_state is not None
-    )
+    queries = prepared.read, d_out
+    d_after, d_initial = problem.states(to_value, queries, cut, d_final, prepared), None
+    if inputs.initial_state is not None:
+        d_initial = problem.last_states(to_value, queries, cut, d_after, prepared)
+        d_initial = problem.after_sequences(cut, d_initial, d_final)
 
     def gradient(given: Any, params: RecurrenceParams, arrays: tuple[Any, Any, Any], **options: Any) -> list[Any]:
         """With heads that share, float32 sums of as many as one program runs."""
@@ -629,7 +648,7 @@ def backward(
         query, query_gradient_params(params), (d_out, value, key), update=prepared.update, before=before,
         logs=_Logs(query) if decaying else None,
     )  # fmt: skip
-    logs = _Logs(key, products, before, final if d_final is not None else None)
+    logs = _Logs(key, products, before, final)
     d_key, _, d_logs = gradient(
         key, key_gradient_params(params), (value, d_out, query), update=prepared.read, before=d_after,
         logs=logs if decaying else None,
@@ -649,8 +668,8 @@ def _gradients_of_chunks(problem: _Problem, d_out: Any, d_final: Any) -> LinearR
     segments = problem.segments((segment or -(-problem.length // chunk)) * chunk)
     if segment:
         of_segments = problem.prepare(segments)
-        first = problem.states(params, keys, segments, first, of_segments)[0]
-        d_last = problem.states(to_value, queries, segments, d_last, of_segments)[0]
+        first = problem.states(params, keys, segments, first, of_segments)
+        d_last = problem.states(to_value, queries, segments, d_last, of_segments)
     options: dict[str, Any] = {"segments": segments, "whole": not segment}
     before, last, _ = problem.chunk_states(params, keys, cut, prepared, initial=first, **options)
     from_states = problem.gradients_from_states(d_out, before, cut, prepared)

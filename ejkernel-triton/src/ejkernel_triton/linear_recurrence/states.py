@@ -1,4 +1,5 @@
-"""Kernels that compute the state before every segment: each segment from zero, then a scan over segments."""
+"""Kernels that compute the state before every segment: each segment from zero, then a scan over segments. That after a sequence,
+which is not always wanted, is its last segment's, from the state before it."""
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
@@ -79,6 +80,7 @@ def segment_states_kernel(
     p_lo,
     p_gamma,
     p_totals,
+    p_before,
     p_bounds,
     p_first,
     p_sequence,
@@ -95,28 +97,31 @@ def segment_states_kernel(
     FULL_CHUNKS: tl.constexpr,
     FINAL: tl.constexpr,
 ):
-    """The state after a segment that starts from zero, and the base-2 logarithm of its decay. FINAL: also after the segments that
-    no other one of their sequence follows; nothing is stored for those otherwise."""
+    """The state after a segment that starts from zero, and the base-2 logarithm of its decay, but of no sequence's last segment.
+    FINAL: the states after sequences that have tokens, from those before their last segments. Backward in time, the last is the
+    first."""
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
     i_block = tl.program_id(0) % BLOCKS
     i_head = tl.program_id(0) // BLOCKS % R.heads
     i_segment = tl.program_id(0) // (BLOCKS * R.heads) % segments
     i_batch = tl.program_id(0) // (BLOCKS * R.heads) // segments
     i_column = i_block * BLOCK_V
-    _, i_first, count, wanted, last, i_position = segment_of(
+    i_sequence, i_first, count, valid, last, i_position = segment_of(
         p_bounds, p_first, p_sequence, i_batch, i_segment, length, segments, sequences, R, SEGMENT
     )
-    if not FINAL:
-        if R.back:
-            wanted = wanted & (i_position > 0)
-        else:
-            wanted = wanted & (last == 0)
+    i_state = i_batch * segments + i_segment
+    if R.back:
+        last = i_position == 0
+    wanted = valid & (last == FINAL)
     count = tl.where(wanted, count, 0)
     i_first = i_batch.to(tl.int64) * length + i_first
     chunks = tl.cdiv(count, CHUNK)
     o_sums = ((i_batch * segments + i_segment).to(tl.int64) * R.heads + i_head) * SEGMENT
 
     b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if FINAL:
+        p_start, m_start = state_of(p_before, i_state, i_head, i_column, R, BLOCK_K, BLOCK_V)
+        b_state = tl.load(p_start, mask=m_start & wanted, other=0.0)
     if R.decay == "key":
         b_total = tl.zeros([BLOCK_K], tl.float32)
     else:
@@ -156,14 +161,16 @@ def segment_states_kernel(
             b_value = (b_value.to(tl.float32) * R.update_scale).to(b_key.dtype)
         b_state = tl.dot(tl.trans(b_key), b_value, b_state, input_precision=R.precision)
 
-    i_state = i_batch * segments + i_segment
-    p_out, m_out = state_of(p_state, i_state, i_head, i_column, R, BLOCK_K, BLOCK_V)
+    i_out = i_state
+    if FINAL:
+        i_out = i_batch * sequences + i_sequence
+    p_out, m_out = state_of(p_state, i_out, i_head, i_column, R, BLOCK_K, BLOCK_V)
     tl.store(p_out, b_state, mask=m_out & wanted)
-    if R.decay == "key":
+    if R.decay == "key" and not FINAL:
         o_row = tl.arange(0, BLOCK_K)
         p_log += (i_state.to(tl.int64) * R.heads + i_head) * R.width
         tl.store(p_log + o_row, b_total, mask=(o_row < R.width) & (i_block == 0) & wanted)
-    elif R.decay == "scalar":
+    elif R.decay == "scalar" and not FINAL:
         tl.store(p_log + i_state.to(tl.int64) * R.heads + i_head, b_total, mask=(i_block == 0) & wanted)
 
 
@@ -176,13 +183,11 @@ def scan_states_kernel(
     segments,
     sequences,
     p_before,
-    p_final,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
     INITIAL: tl.constexpr,
-    FINAL: tl.constexpr,
 ):
-    """The state before each segment, and if FINAL after the last one of a sequence. Backward in time, "before" means later."""
+    """The state before each segment. Backward in time, "before" means later."""
     SIZE: tl.constexpr = R.width * R.channels
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     i_block = tl.program_id(0) % BLOCKS
@@ -206,7 +211,7 @@ def scan_states_kernel(
         else:
             i_segment = first + i_step
         o_segment = (i_batch * segments + i_segment).to(tl.int64) * R.heads + i_head
-        read = (i_step + 1 < end - first) | FINAL
+        read = i_step + 1 < end - first
         b_own = tl.load(p_state + o_segment * SIZE + o_state, mask=m_state & read, other=0.0)
         tl.store(p_before + o_segment * SIZE + o_state, b_state, mask=m_state)
         if R.decay == "key":
@@ -214,5 +219,3 @@ def scan_states_kernel(
         elif R.decay == "scalar":
             b_state *= tl.exp2(tl.load(p_log + o_segment, mask=read, other=0.0))
         b_state += b_own
-    if FINAL:
-        tl.store(p_final + o_sequence + o_state, b_state, mask=m_state)
