@@ -116,7 +116,7 @@ def chunk_states_kernel(
         tl.store(p_tile, b_state.to(p_before.dtype.element_ty), mask=m_tile)
         if CARRIES > 0:
             i_later = i_chunk + 1
-            ends = last & (i_step == 0)  # of the sequence, backward in time
+            ends = last & (i_local + 1 == steps)
             if (i_later % CARRIES == 0) | ends:
                 i_other = i_batch * tl.cdiv(chunks, CARRIES) + i_later // CARRIES
                 p_other, m_other = state_of(p_others + i_row * R.channels, i_other, i_head, i_column, R, BLOCK_K, BLOCK_V)
