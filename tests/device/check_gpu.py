@@ -99,6 +99,11 @@ def exact(x, scale, offset, grad, *, epsilon=1e-6, scale_offset=0.0):
     return (outputs.out, got.x, *flat), uncancelled
 
 
+def in_float32(values: Any) -> Any:
+    """Of arrays, those of floats in float32."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, values)
+
+
 def relative(got, wanted, floor=0.0):
     """Relative L2 error; NaN where anything is NaN."""
     got = np.asarray(got, np.float64)

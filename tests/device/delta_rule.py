@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from check_gpu import chosen_of, versions
+from check_gpu import chosen_of, in_float32, versions
 
 from ejkernel.operations.delta_rule.interface import OPERATION, DeltaRuleInputs, DeltaRuleOutputs
 from ejkernel.plugin import current_target
@@ -152,15 +152,11 @@ class Problem:
         other = object.__new__(Problem)
         other.call = call
         found = other.function(phase, xla, space.heuristic(call, current_target()))
-        return jax.jit(lambda *values: found(*_float32(values))).lower(*self.values).compile()
+        return jax.jit(lambda *values: found(*in_float32(values))).lower(*self.values).compile()
 
     def _float_specs(self) -> list[tuple[str, Any]]:
         pairs = ((name, getattr(self.call, name)) for name in OPERATION.differentiable)
         return [(name, spec) for name, spec in pairs if spec is not None]
-
-
-def _float32(values: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, values)
 
 
 @jax.jit  # pyright: ignore[reportUntypedFunctionDecorator]

@@ -28,7 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from check_gpu import chosen_of, versions
+from check_gpu import chosen_of, in_float32, versions
 
 from ejkernel.operations.common.case import Case
 from ejkernel.operations.linear_recurrence.cases import CASES, arrays
@@ -102,15 +102,11 @@ class Problem:
         found = self.function(phase, xla, xla_cfg)
         if cfg is None:
             return found.lower(*self.values).compile()
-        return jax.jit(lambda *values: found(*_float32(values))).lower(*self.values).compile()
+        return jax.jit(lambda *values: found(*in_float32(values))).lower(*self.values).compile()
 
     def limit(self, phase: Any) -> float:
         cost = OPERATION.cost(self.call, phase)
         return max(cost.bytes / BANDWIDTH, cost.flops / PRODUCTS)
-
-
-def _float32(values: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, values)
 
 
 @jax.jit  # pyright: ignore[reportUntypedFunctionDecorator]

@@ -189,7 +189,7 @@ def time_problem(problem: Problem, rows: Rows, options: argparse.Namespace) -> l
     if options.platform != "triton" and _has("triton", problem.operation):
         triton = candidates(Prepared(problem, "bfloat16"), 1)
         found += [dataclasses.replace(one, name=TRITON, chosen=False) for one in triton if one.chosen]
-    wanted = {c.phase: jax.jit(c.function)(*map(_float32, sets[0])) for c in found if c.name == TEXTBOOK}
+    wanted = {c.phase: jax.jit(c.function)(*map(check_gpu.in_float32, sets[0])) for c in found if c.name == TEXTBOOK}
 
     def compiled(candidate):
         single = jax.jit(candidate.function).lower(*sets[0]).compile()
@@ -220,13 +220,6 @@ def time_problem(problem: Problem, rows: Rows, options: argparse.Namespace) -> l
         best = [(row["name"], round(row["fraction"], 3)) for row in ranked[:3]]
         print(f"  best of {len(ranked)} {phase} {problem.name}: {best}", flush=True)
     return results
-
-
-def _float32(values: Any) -> Any:
-    def one(value):
-        return value.astype(jnp.float32) if jnp.issubdtype(value.dtype, jnp.floating) else value
-
-    return jax.tree.map(one, values)
 
 
 def timed(problem: Problem, prepared: Prepared, candidate: Candidate, program: Any, sets: list[Any]) -> dict[str, Any]:

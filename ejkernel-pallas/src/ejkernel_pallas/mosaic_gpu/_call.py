@@ -52,7 +52,8 @@ def version_problem() -> str | None:
     """What the installed jax lacks, in one sentence; None if nothing is known to be missing."""
     if not any(re.fullmatch(r"jax_cuda\d+_plugin", module.name) for module in pkgutil.iter_modules()):
         return "jax is installed without its CUDA part, in which Mosaic GPU kernels are lowered; pip install 'jax[cuda13]'"
-    missing = [name for name in _NEEDED if name not in _names_of_mosaic_gpu()]
+    names = _names_of_mosaic_gpu()
+    missing = [name for name in _NEEDED if name not in names]
     if missing:
         return f"Pallas Mosaic GPU of jax {jax.__version__} has no {' and no '.join(missing)}; jax 0.11 has"
     return None

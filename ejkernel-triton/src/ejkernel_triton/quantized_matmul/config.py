@@ -19,7 +19,7 @@ LEAST_DEPTH = 16
 _MANY_ROWS = 512
 """Rows of x above which unpacking once is cheaper than unpacking for every tile of rows, where tiles may have many rows."""
 _MANY_ROWS_OF_A_GROUP = 256
-"""The same of rows in groups, whose products do not leave the kernel for XLA's."""
+"""The same of the rows of a group, whose matrix is then multiplied as `grouped_matmul` does."""
 _MOST_UNPACKED = 2**30
 """Bytes of the matrices of groups that may be unpacked."""
 _WGMMA_ROWS = 64
