@@ -107,7 +107,7 @@ def _run_partitioned(request: Request, phase: Phase, arguments: tuple[Any, ...])
     if not explicit and _admitted(request, phase)[1].implementation.partitioning == "native":
         return _run_local(request, phase, arguments)
     results = _expected(request, phase, arguments)
-    layout = Layout.of(request.operation, request.call, arguments, results)
+    layout = Layout.of(request.operation, request.call, phase, arguments, results)
 
     def run(*shards: Any) -> Any:
         return _run_local(request.reshaped(shards[0]), phase, shards)

@@ -24,7 +24,7 @@ from ejkernel._pipeline.batching import batched_backward, batched_forward
 from ejkernel.call.arrays import has_gradient, named
 from ejkernel.call.contract import Contract
 from ejkernel.call.decision import Explanation
-from ejkernel.call.partition import unify_manual_axes
+from ejkernel.call.partition import unify_manual_axes, with_empty, without_empty
 from ejkernel.call.policy import PlatformChoice, Policy, policy_for_call
 from ejkernel.call.records import Bound
 from ejkernel.call.request import Request
@@ -164,11 +164,11 @@ def _differentiable_forward(request: Request, inputs: Any) -> Any:
     outputs: Any = _once(batched_forward, request.saving_residuals(), inputs)
     tagged = {name: checkpoint_name(value, f"{request.operation.name}.{name}") for name, value in named(outputs)}
     outputs = request.operation.Outputs(**{**dict.fromkeys(outputs._fields), **tagged})
-    return _public(request, outputs), (inputs, outputs)
+    return _public(request, outputs), without_empty((inputs, outputs))
 
 
 def _differentiable_backward(request: Request, residuals: Any, cotangents: Any) -> Any:
-    inputs, outputs = residuals
+    inputs, outputs = with_empty(residuals)
     cotangents = type(cotangents)(*(one if one is not None and has_gradient(one) else None for one in cotangents))
     return (_once(batched_backward, request.saving_residuals(), inputs, outputs, cotangents),)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
@@ -28,6 +29,8 @@ class Contract(abc.ABC):
         shardable: factors along which the operation may be split over devices without communication, except sums of
             gradients over factors that an input lacks. An axis of a factor may have different sizes in different arrays
             (query heads and key heads) as long as each divides by the number of shards.
+        formed_early: the residual, by input, of which the gradient is a multiple: forward forms it, and over devices sums its
+            parts, so that backward must not sum them again.
         traceable: options of `canonicalise` that may be traced: it computes with them instead of writing them into the call.
     """
 
@@ -38,6 +41,7 @@ class Contract(abc.ABC):
     differentiable: ClassVar[tuple[str, ...]]
     constants: ClassVar[tuple[str, ...]] = ()
     shardable: ClassVar[tuple[str, ...]] = ("b",)
+    formed_early: ClassVar[Mapping[str, str]] = MappingProxyType({})
     traceable: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.call.arrays import ArraySpec, Dim, named, parse_dims
 from ejkernel.call.contract import Contract
+from ejkernel.plugin import Phase
 
 Run = Callable[..., Any]
 Axes = tuple[str, ...]
@@ -88,17 +89,28 @@ def is_mixed(mesh: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The dims of the arrays of one phase, as flat lists beside the arrays' leaves."""
+    """The dims of the arrays of one phase, as flat lists beside the arrays' leaves.
+
+    `sources`: for each result the dims of the one argument of which it is a multiple; None if it depends on all of them.
+    """
 
     arguments: tuple[tuple[Dim, ...], ...]
     results: tuple[tuple[Dim, ...], ...]
     shardable: tuple[str, ...]
+    sources: tuple[tuple[Dim, ...] | None, ...]
 
     @classmethod
-    def of(cls, operation: Contract, call: Any, arguments: Sequence[Any], results: Any) -> Layout:
+    def of(cls, operation: Contract, call: Any, phase: Phase, arguments: Sequence[Any], results: Any) -> Layout:
         dims = {name: parse_dims(text) for name, text in operation.dimensions(call).items()}
         flat = tuple(dims[name] for values in arguments for name, _ in named(values))
-        return cls(flat, tuple(dims[name] for name, _ in named(results)), operation.shardable)
+        early = operation.formed_early if phase == "backward" else {}
+        sources = tuple(dims[early[name]] if name in early else None for name, _ in named(results))
+        return cls(flat, tuple(dims[name] for name, _ in named(results)), operation.shardable, sources)
+
+    @property
+    def is_inferable(self) -> bool:
+        """Whether JAX can infer which results are whole on every device; not what is a multiple of something whole."""
+        return not any(self.sources)
 
     def assign(self, shapes: Sequence[tuple[int, ...]], specs: Sequence[Any], mesh: Any) -> dict[str, tuple[str, ...]]:
         """Mesh axes for each shardable factor: those of the first array that splits it, if every array can follow."""
@@ -127,10 +139,12 @@ class Layout:
             for dims, shape in zip(dims_of, shapes, strict=True)
         )
 
-    def summed(self, dims: tuple[Dim, ...], shape: tuple[int, ...], assigned: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-        """Mesh axes over which each shard holds only a part of this result."""
-        split = {dim.factor for dim, size in zip(dims, shape, strict=True) if size != 1}
-        return tuple(axis for factor, axes in assigned.items() if factor not in split for axis in axes)
+    def summed(self, index: int, shape: tuple[int, ...], assigned: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+        """Mesh axes over which each shard holds only a part of the result of this index."""
+        split = {dim.factor for dim, size in zip(self.results[index], shape, strict=True) if size != 1}
+        source = self.sources[index]
+        parts = {*assigned} if source is None else {dim.factor for dim in source}
+        return tuple(axis for factor, axes in assigned.items() if factor in parts - split for axis in axes)
 
 
 def _padded(spec: Any, rank: int) -> list[tuple[str, ...]]:
@@ -186,7 +200,7 @@ class _Phase:
             jnp.zeros(_local_shape(dims, leaf.shape, assigned, mesh), leaf.dtype) if 0 in leaf.shape else next(given)
             for dims, leaf in zip(self.layout.arguments, self.leaves, strict=True)
         ]
-        manual = axes if mesh is not None and mesh.explicit_axes else frozenset[str]()
+        manual = axes if mesh is not None and mesh.explicit_axes and self.layout.is_inferable else frozenset[str]()
         outputs = self.run(*jax.tree.unflatten(self.tree, [vary(leaf, manual) for leaf in leaves]))
         found = jax.tree.leaves(outputs)
         return self.kept_results(_sum_parts(self.layout, found, self.result_shapes, assigned))
@@ -220,6 +234,7 @@ def run_explicit(layout: Layout, mesh: Any, run: Run, arguments: tuple[Any, ...]
         in_specs=in_specs,
         out_specs=phase.kept_results(out_specs),
         axis_names=_free_axes(mesh),
+        check_vma=layout.is_inferable,
     )
     return vary_like(phase.whole(sharded(*placed), out_specs, mesh), arguments)
 
@@ -303,6 +318,33 @@ def _empty(result: Any, spec: PartitionSpec, mesh: Any) -> Any:
     return jax.sharding.reshard(zeros, NamedSharding(mesh, spec)) if mesh.explicit_axes else zeros
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Absent:
+    """In the place of an array without elements."""
+
+    aval: Any
+
+    def made(self) -> Any:
+        zeros, sharding = jnp.zeros(self.aval.shape, self.aval.dtype), self.aval.sharding
+        if not sharding.mesh.empty and sharding.mesh.explicit_axes:
+            zeros = jax.sharding.reshard(zeros, sharding)
+        return vary(zeros, self.aval.manual_axis_type.varying)
+
+
+def without_empty(values: Any) -> Any:
+    """Residuals without their arrays that have no elements: those of a `shard_map` that is differentiated leave it and come into
+    another one, which is where XLA's compiler dies of them."""
+    return jax.tree.map(lambda leaf: _Absent(jax.typeof(leaf)) if 0 in leaf.shape else leaf, values)
+
+
+def with_empty(values: Any) -> Any:
+    """What `without_empty` was given."""
+    return jax.tree.map(
+        lambda leaf: leaf.made() if isinstance(leaf, _Absent) else leaf, values, is_leaf=lambda leaf: isinstance(leaf, _Absent)
+    )
+
+
 def _free_axes(mesh: Any) -> frozenset[str]:
     """The explicit axes that no `jax.vmap` around has taken for what it maps over.
 
@@ -335,8 +377,8 @@ def placed_like(values: Any, arrays: Any, mesh: Any) -> Any:
 
 def _sum_parts(layout: Layout, leaves: Sequence[Any], shapes: Sequence[Any], assigned: Mapping[str, Any]) -> list[Any]:
     summed = []
-    for dims, shape, leaf in zip(layout.results, shapes, leaves, strict=True):
-        axes = layout.summed(dims, shape, assigned)
+    for index, (shape, leaf) in enumerate(zip(shapes, leaves, strict=True)):
+        axes = layout.summed(index, shape, assigned)
         summed.append(jax.lax.psum(leaf, axes) if axes else leaf)
     return summed
 
@@ -347,7 +389,12 @@ def run_auto(layout: Layout, run: Run, arguments: tuple[Any, ...], results: Any)
 
     phase = _Phase.of(layout, run, arguments, results)
     axes = mesh_of(arguments)
-    restricted = dataclasses.replace(layout, arguments=phase.kept(layout.arguments), results=phase.kept_results(layout.results))
+    restricted = dataclasses.replace(
+        layout,
+        arguments=phase.kept(layout.arguments),
+        results=phase.kept_results(layout.results),
+        sources=phase.kept_results(layout.sources),
+    )
     shapes, result_shapes = phase.kept(phase.shapes), phase.kept_results(phase.result_shapes)
     whole = [PartitionSpec() for _ in phase.results]
     if not result_shapes:  # a computation without results has no rule

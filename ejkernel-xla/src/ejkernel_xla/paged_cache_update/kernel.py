@@ -74,7 +74,8 @@ def _put_both(call: PagedCacheUpdateCall, pages: Any, slots: tuple[Any, Any], ke
     rows = jnp.zeros((tokens, *pages.shape[2:]), pages.dtype)
     if both.size != rows.size:
         rows = _take(call, pages, slots)
-    whole = alternating(rows, call.layout).at[:, : 2 * heads, :size].set(both)
+    # not `.at[:, : 2 * heads, :size]`, whose list of indices is empty where all is written: XLA's compiler dies of it on a mesh
+    whole = jax.lax.dynamic_update_slice(alternating(rows, call.layout), both, (0, 0, 0))
     return _put(call, pages, slots, whole.reshape(rows.shape))
 
 

@@ -1,7 +1,8 @@
 """Thresholds without a sort: the bits of floats are ordered as integers, on which a bisection finds the smallest logit kept.
 
-A top_k that is known when the program is built takes `lax.top_k`, and a top_p beside it only looks at those k; but not for many
-rows on a GPU, where `lax.top_k` takes twice as long as the bisection (benchmarks/results/glu_sample_triton_h100.json).
+A top_k that is known when the program is built takes `lax.top_k` (on a mesh a sort, which XLA can split), and a top_p beside it
+only looks at those k; but not for many rows on a GPU, where `lax.top_k` takes twice as long as the bisection
+(benchmarks/results/glu_sample_triton_h100.json).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.operations.common.ranking import largest as largest_of
 from ejkernel.operations.sample_tokens.interface import NO_TOKEN, SampleTokensCall, SampleTokensInputs, SampleTokensOutputs
 from ejkernel.operations.sample_tokens.noise import LARGEST, bits
 from ejkernel.plugin import current_target
@@ -94,7 +96,7 @@ def _kept(call: SampleTokensCall, inputs: SampleTokensInputs, x: Any, largest: A
     top: Any = None
     places: Any = None
     if call.static_top_k is not None and _sorts(call):
-        values, places = jax.lax.top_k(x.astype(accumulator(x.dtype)), call.static_top_k)
+        values, places = largest_of(x.astype(accumulator(x.dtype)), call.static_top_k)
         top = _ordered(values.astype(x.dtype))
         kept = kept & (ordered >= top[..., -1:])
     elif call.static_top_k is not None or inputs.top_k is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -105,6 +106,7 @@ class LinearCrossEntropy(Operation):
     differentiable = ("x", "head", "head_bias")
     constants = ("penalty",)
     shardable = SHARDABLE_ROWS
+    formed_early: ClassVar[Mapping[str, str]] = MappingProxyType({"x": "d_x", "head": "d_head", "head_bias": "d_head_bias"})
 
     def canonicalise(
         self,

@@ -4,4 +4,5 @@ from ejkernel.testing.suite.contract import *
 from ejkernel.testing.suite.devices import *
 from ejkernel.testing.suite.numbers import *
 from ejkernel.testing.suite.packaging import *
+from ejkernel.testing.suite.replicated import *
 from ejkernel.testing.suite.transforms import *

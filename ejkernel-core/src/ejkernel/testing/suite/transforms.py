@@ -14,8 +14,9 @@ from ejkernel._plugins.export import EXPORT_DISABLED_CHECKS
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.call.arrays import has_gradient
 from ejkernel.call.policy import use
-from ejkernel.operations.common.tolerance import GRADIENT, Tolerance, check_close
+from ejkernel.operations.common.tolerance import Tolerance, check_close
 from ejkernel.testing.problem import Problem, is_of, seed_of
+from ejkernel.testing.sharded import SAME
 
 __all__ = [
     "test_checkpoint",
@@ -27,8 +28,6 @@ __all__ = [
     "test_vmap_every_subset",
 ]
 
-SAME = {**GRADIENT, "float32": Tolerance(2e-6, 2e-5)}
-"""Of what a transform gives and what it should: rounded in another order, or, in a half, to other neighbours."""
 _COPIES = 3
 
 
