@@ -107,9 +107,8 @@ def measure(arguments: argparse.Namespace) -> int:
         print(f"== {name}, {arguments.budget - left:.0f} s", flush=True)
         found[name] = {"commit": commit(), **run(name, rows[name], arguments.builds, left)}
         out.write_text(json.dumps(found, indent=1) + "\n")
-    print(
-        f"{time.monotonic() - begin:.0f} s; {', '.join(name for name in names if 'error' in found.get(name, {'error': 0}))} missing"
-    )
+    missing = [name for name in names if "error" in found.get(name, {"error": "not begun"})]
+    print(f"{time.monotonic() - begin:.0f} s; missing: {', '.join(missing) or 'none'}")
     return int(any("error" in record for record in found.values()))
 
 
@@ -124,7 +123,7 @@ def record(files: list[Path]) -> int:
                 continue
             if several:
                 row["one_device"] = one_device(row, list(found.values()))
-            kind = row["device"].split()[1].lower()
+            kind = row["device"].removeprefix("NVIDIA ").split()[0].lower()
             parts = [config["model"], config["size"], "float8" if config["float8"] else "", config["mesh"].split("=")[0]]
             usual = {"mamba2": 2, "hybrid": {"125m": 8, "1.3b": 1}.get(config["size"])}.get(config["model"], config["batch"])
             parts += ["" if config["batch"] == usual else f"batch{config['batch']}", kind]

@@ -24,12 +24,7 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument
     add("--model", choices=list(MODELS), default="llama")
     add("--size", choices=list(DEFAULTS), default="tiny")
-    add(
-        "--kernels",
-        choices=list(MODULES),
-        default="ejkernel",
-        help="ejkernel's operations, the same in plain JAX, or others' best",
-    )
+    add("--kernels", choices=list(MODULES), default="ejkernel", help="ejkernel's, plain JAX, or the best of others")
     add("--plain", default="", metavar="NAMES", help=f"operations to leave in plain JAX, of {','.join(Operations._fields)}")
     add(
         "--compare",

@@ -4,8 +4,8 @@ jax-linear-attention (`jla`, version 0.1.0) has the delta rule, Mamba-2's state 
 grouped products and the loss from hidden states, whose gradient is formed in the forward. Dense attention is cuDNN's by `jax.nn`,
 which is also what jla chooses. Where its kernels do not run, as on a CPU, it has the same in plain JAX.
 
-Left out: flash attention 4 for JAX (`fa4-jax`), whose compiler is a package of its own of 92 MB; tokamax, whose attention and grouped
-products were slower than these.
+Left out: flash attention 4 for JAX (`fa4-jax`), whose compiler is a package of its own of 92 MB; tokamax, whose attention and
+grouped products were slower than these.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A mixture of experts with jax alone. `plain.py` names these functions.
 
-Rows move to experts and back in gathers, in both phases: the gradients that JAX would take of them are scatters with additions. On a
-Hopper GPU the products of groups are the Mosaic GPU kernels that JAX brings, elsewhere `jax.lax.ragged_dot`.
+Rows move to experts and back in gathers, in both phases: the gradients that JAX would take of them are scatters with additions.
+On a Hopper GPU the products of groups are the Mosaic GPU kernels that JAX brings, elsewhere `jax.lax.ragged_dot`.
 """
 
 from __future__ import annotations
