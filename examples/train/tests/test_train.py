@@ -46,7 +46,7 @@ def text() -> np.ndarray:
 @functools.cache
 def compared(model: str) -> dict[str, Any]:
     fast = dataclasses.replace(TINY, model=model, **SLOWER.get(model, {}))
-    return report.run([fast, dataclasses.replace(fast, kernels="plain")], text())
+    return report.run([fast, dataclasses.replace(fast, kernels="plain")], text(), rounds=2)
 
 
 @pytest.mark.unsampled
@@ -58,6 +58,7 @@ def test_both_builds_learn_the_same(model: str):
     np.testing.assert_allclose(fast["losses"], plain["losses"], atol=TOLERANCE[model], rtol=0)
     assert fast["losses"][0] == pytest.approx(np.log(264), abs=0.6)
     assert fast["losses"][-1] < fast["losses"][0] - (0.7 if model in SLOWER else 1.5)
+    assert plain["agreement"]["agrees"] and plain["agreement"]["gradient"] < 1e-3
     found = {tuple(line.split()[:2]) for line in fast["implementations"]}
     assert found == {(name, phase) for name in OPERATIONS[model] for phase in ("forward", "backward")}
     assert plain["implementations"] == []
@@ -187,8 +188,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     asked = "--compare --steps 2 --batch 2 --length 32 --dtype float32 --plain rope --peak 1e12"
     assert command.main([*asked.split(), "--out", str(out)]) == 0
     record = json.loads(out.read_text())
-    assert [(build["kernels"], build["plain"]) for build in record["builds"]] == [("ejkernel", ["rope"]), ("plain", [])]
+    assert [(build["kernels"], build["plain"]) for build in record["builds"]] == [("plain", []), ("ejkernel", ["rope"])]
     assert record["builds"][0]["share_of_peak"] > 0
+    assert record["builds"][0]["steps_seconds"] and record["date"] and record["driver"] is None
     assert "tokens/s" in capsys.readouterr().out
 
 
@@ -200,6 +202,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         ("--text nowhere", "nowhere"),
         ("--mesh data=x", "--mesh has 'data=x'; write AXIS=DEVICES"),
         ("--mesh data=64", "needs 64 devices, and there are 8"),
+        ("--compare plain,theirs", "--compare has theirs; name builds of ejkernel, plain, peers"),
     ],
 )
 def test_mistakes(asked: str, said: str, capsys: pytest.CaptureFixture[str]):

@@ -1,4 +1,4 @@
-"""`python -m ejkernel_train`: train a model, or compare its two builds."""
+"""`python -m ejkernel_train`: train a model, or compare its builds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import jax
 from ejkernel_train import data, report
 from ejkernel_train.checkpoint import Checkpoints
 from ejkernel_train.config import DEFAULTS, MODELS, TrainConfig
-from ejkernel_train.operations import Operations
+from ejkernel_train.operations import MODULES, Operations
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,9 +24,16 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument
     add("--model", choices=list(MODELS), default="llama")
     add("--size", choices=list(DEFAULTS), default="tiny")
-    add("--kernels", choices=["ejkernel", "plain"], default="ejkernel", help="ejkernel's operations, or the same in plain JAX")
+    add("--kernels", choices=list(MODULES), default="ejkernel", help="ejkernel's, plain JAX, or the best of others")
     add("--plain", default="", metavar="NAMES", help=f"operations to leave in plain JAX, of {','.join(Operations._fields)}")
-    add("--compare", action="store_true", help="train both builds in turns on the same batches")
+    add(
+        "--compare",
+        nargs="?",
+        const="plain,ejkernel",
+        metavar="BUILDS",
+        help=f"hold builds against the first of them and time them in turns, of {','.join(MODULES)}; default: plain,ejkernel",
+    )
+    add("--rounds", type=int, help="steps of each build that --compare times; default: --steps")
     add("--steps", type=int)
     add("--batch", type=int, help="sequences of a step")
     add("--length", type=int, help="tokens of a sequence")
@@ -57,7 +64,10 @@ def configure(arguments: argparse.Namespace) -> list[TrainConfig]:
     config = TrainConfig(**{**DEFAULTS[arguments.size], **given, "plain": plain})  # pyright: ignore[reportArgumentType]
     if not arguments.compare:
         return [config]
-    return [dataclasses.replace(config, kernels="ejkernel"), dataclasses.replace(config, kernels="plain", plain=())]
+    builds = arguments.compare.split(",")
+    if unknown := sorted({*builds} - {*MODULES}):
+        raise ValueError(f"--compare has {', '.join(unknown)}; name builds of {', '.join(MODULES)}")
+    return [dataclasses.replace(config, kernels=name, plain=plain if name == "ejkernel" else ()) for name in builds]
 
 
 def show(record: dict[str, Any]) -> None:
@@ -71,6 +81,10 @@ def show(record: dict[str, Any]) -> None:
             + f", {(build['program_bytes'] or 0) / 2**30:.2f} GiB; trace + lower + compile {stages} s; "
             f"loss {build['losses'][0]:.3f} -> {build['losses'][-1]:.3f}"
         )
+        if not (held := build.get("agreement", {"agrees": True}))["agrees"]:
+            print(f"{build['kernels']:>8}: NOT what {held['with']} computes: {held}")
+    for build in record.get("failed", ()):
+        print(f"{build['kernels']:>8}: failed, {build['error']}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 configs,
                 tokens,
                 peak=arguments.peak,
+                rounds=arguments.rounds,
                 progress=_progress(configs[0].steps),
                 checkpoints=checkpoints,
                 save_every=arguments.save_every,
@@ -96,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(record)
     if arguments.out:
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-    return 0
+    return int(not all(build.get("agreement", {"agrees": True})["agrees"] for build in record["builds"]))
 
 
 def _progress(steps: int) -> Any:

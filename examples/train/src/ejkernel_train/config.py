@@ -60,7 +60,7 @@ class TrainConfig:
 
     Attributes:
         model, size: a name of `MODELS`, and one of its sizes.
-        kernels: "ejkernel", or "plain" for the same model in plain JAX.
+        kernels: "ejkernel", "plain" for the same model in plain JAX, or "peers" for it by the best kernels of others.
         plain: operations that stay in plain JAX with kernels="ejkernel".
         batch, length: sequences of a step, and tokens of each.
         dtype: of products and activations; parameters and moments are float32.
@@ -72,7 +72,7 @@ class TrainConfig:
 
     model: str = "llama"
     size: str = "tiny"
-    kernels: Literal["ejkernel", "plain"] = "ejkernel"
+    kernels: Literal["ejkernel", "plain", "peers"] = "ejkernel"
     plain: tuple[str, ...] = ()
     steps: int = 20
     batch: int = 4

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import ejkernel
 from ejkernel_train.plain import EPSILON
-from ejkernel_train.sharding import BATCH
+from ejkernel_train.sharding import BATCH, Layout
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -35,31 +35,40 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return ejkernel.flash_attention(query, key, value, causal=True)
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array, mesh: Mesh | None) -> jax.Array:
+def cross_entropy(hidden: jax.Array, embedding: jax.Array, labels: jax.Array, layout: Layout) -> jax.Array:
     # from logits: on a GPU faster than with the head (`hidden=`), which saves their memory instead
-    if mesh is None:
+    logits = layout.logits(jnp.einsum("btd,vd->btv", hidden, embedding))
+    if layout.mesh is None:
         return ejkernel.fused_cross_entropy(logits, labels).loss
     specs = P(BATCH, None, "tensor"), P(BATCH), None, None, None, None
-    return ejkernel.fused_cross_entropy(logits, labels, mesh=mesh, in_specs=specs, out_specs=P()).loss
+    return ejkernel.fused_cross_entropy(logits, labels, mesh=layout.mesh, in_specs=specs, out_specs=P()).loss
 
 
 def causal_conv1d(x: jax.Array, weight: jax.Array) -> jax.Array:
     return ejkernel.causal_conv1d(x, weight, activation="silu")
 
 
-def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array, *, norm_before_gate: bool) -> jax.Array:
-    return ejkernel.gated_rms_norm(x, gate, scale, norm_before_gate=norm_before_gate, epsilon=EPSILON)
+def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array) -> jax.Array:
+    return ejkernel.gated_rms_norm(x, gate, scale, norm_before_gate=True, epsilon=EPSILON)
 
 
 def gated_delta_rule(query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, decay: jax.Array) -> jax.Array:
     return ejkernel.gated_delta_rule(query, key, value, beta, decay=decay)
 
 
-def state_space(
-    x: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array, dt: jax.Array, dt_bias: jax.Array
+def gated_state_space(
+    x: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array,
+    dt: jax.Array,
+    dt_bias: jax.Array,
+    gate: jax.Array,
+    scale: jax.Array,
 ) -> jax.Array:
     out, _, _ = ejkernel.state_space_v2(x, A, B, C, D, dt, dt_bias=dt_bias, dt_softplus=True)
-    return out.reshape(x.shape)
+    return ejkernel.gated_rms_norm(out.reshape(gate.shape), gate, scale, norm_before_gate=False, epsilon=EPSILON)
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

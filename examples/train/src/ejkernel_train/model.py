@@ -220,7 +220,7 @@ class DeltaRule(eqx.Module):
         beta = jax.nn.sigmoid(beta.astype(jnp.float32))
         decay = -jnp.exp(log_rate) * jax.nn.softplus(decay.astype(jnp.float32) + bias)
         out = operations.gated_delta_rule(query, key, heads(value, number), beta, decay)
-        return operations.gated_rms_norm(out, heads(z, number), norm, norm_before_gate=True).reshape(*z.shape)
+        return operations.gated_rms_norm(out, heads(z, number), norm).reshape(*z.shape)
 
 
 class StateSpace(eqx.Module):
@@ -263,8 +263,7 @@ class StateSpace(eqx.Module):
         mixed = operations.causal_conv1d(mixed, filters)
         x = heads(mixed[..., : -2 * size], self.config.linear_heads)
         B, C = heads(mixed[..., -2 * size : -size], groups), heads(mixed[..., -size:], groups)
-        out = operations.state_space(x, -jnp.exp(log_rate), B, C, skip, step, bias)
-        return operations.gated_rms_norm(out.reshape(*z.shape), z, norm, norm_before_gate=False)
+        return operations.gated_state_space(x, -jnp.exp(log_rate), B, C, skip, step, bias, z, norm)
 
 
 def by_sequence(function: Callable[..., jax.Array], context: Context, projected: Any, own: Any) -> jax.Array:
@@ -370,8 +369,8 @@ class Model(eqx.Module):
         start = layout.stream(embedding[tokens].astype(dtype)), jnp.zeros(())
         unrolled = self.config.repeats if unroll else 1
         (x, imbalance), _ = jax.lax.scan(REMAT[remat](repeat), start, compute_copy(self.blocks, dtype), unroll=unrolled)
-        logits = jnp.einsum("btd,vd->btv", operations.rms_norm(x, self.norm), embedding.astype(dtype))
-        return operations.cross_entropy(layout.logits(logits), labels, layout.mesh) + imbalance
+        hidden = operations.rms_norm(x, self.norm)
+        return operations.cross_entropy(hidden, embedding.astype(dtype), labels, layout) + imbalance
 
 
 def compute_copy(blocks: tuple[Block, ...], dtype: str) -> tuple[Block, ...]:

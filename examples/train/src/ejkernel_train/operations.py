@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ejkernel_train import fast, plain
+MODULES = {"ejkernel": "fast", "plain": "plain", "peers": "peers"}
+"""The builds, and the modules that have their operations."""
 
 
 class Operations(NamedTuple):
@@ -20,7 +22,7 @@ class Operations(NamedTuple):
     causal_conv1d: Callable[..., Any]
     gated_rms_norm: Callable[..., Any]
     gated_delta_rule: Callable[..., Any]
-    state_space: Callable[..., Any]
+    gated_state_space: Callable[..., Any]
     swiglu: Callable[..., Any]
     moe_route: Callable[..., Any]
     moe_permute: Callable[..., Any]
@@ -30,13 +32,13 @@ class Operations(NamedTuple):
 
 
 def choose(kernels: str, in_plain_jax: Sequence[str] = ()) -> Operations:
-    """All from `fast` with kernels="ejkernel", but for those `in_plain_jax`; all from `plain` with kernels="plain".
+    """All from the module of this build, but for those `in_plain_jax`.
 
     Raises:
-        ValueError: a name that is none of `Operations`.
+        ValueError: a name that is none of `Operations`; the build "peers" where its packages are missing.
     """
     unknown = sorted({*in_plain_jax} - {*Operations._fields})
     if unknown:
         raise ValueError(f"no operation is called {', '.join(unknown)}; there are {', '.join(Operations._fields)}")
-    modules = {name: plain if kernels == "plain" or name in in_plain_jax else fast for name in Operations._fields}
-    return Operations(**{name: getattr(module, name) for name, module in modules.items()})
+    plain, chosen = (importlib.import_module(f"ejkernel_train.{MODULES[name]}") for name in ("plain", kernels))
+    return Operations(**{name: getattr(plain if name in in_plain_jax else chosen, name) for name in Operations._fields})

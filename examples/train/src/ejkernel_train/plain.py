@@ -1,28 +1,49 @@
-"""The model's operations in plain JAX, written as XLA runs them best. `fast.py` has the same functions by ejkernel.
+"""The model's operations with jax alone, written as XLA runs them best. `fast.py` has the same functions by ejkernel.
 
-Products have the dtype of their operands; norms, softmax and states are float32 inside. B batch, T tokens, d channels; H and K
-query and key heads of D channels.
+Products have the dtype of their operands; norms, softmax and states are float32 inside. For the backward an operation keeps its
+arguments and single numbers of rows, and computes the rest again where it reads them: XLA fuses that, and float32 intermediates
+would be written and read. B batch, T tokens, d channels; H and K query and key heads of D channels.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.ad_checkpoint import checkpoint_name
+
+from ejkernel_train import plain_experts
+from ejkernel_train.sharding import Layout
 
 EPSILON = 1e-6
 FLOAT32 = jnp.float32
 
 
+def kept(x: jax.Array) -> jax.Array:
+    """What the backward of a function under `lean` reads beside its arguments."""
+    return checkpoint_name(x, "kept")
+
+
+def lean(function: Callable[..., Any], prevent_cse: bool = False) -> Callable[..., Any]:
+    """The function, whose backward computes again what is not `kept`.
+
+    Forward and backward of a block are two loops, so XLA finds no common subexpressions to keep; outside of the loop over blocks
+    `prevent_cse` says that it must not.
+    """
+    policy = jax.checkpoint_policies.save_only_these_names("kept")
+    return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
+
+
+@lean
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     """`x [..., d], scale [d] -> [..., d]`."""
     wide = x.astype(FLOAT32)
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPSILON)
-    return (normed * scale).astype(x.dtype)
+    inverse = kept(jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPSILON))
+    return (wide * inverse * scale).astype(x.dtype)
 
 
 def add_rms_norm(x: jax.Array, residual: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -42,6 +63,7 @@ def rope(query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array) -> tu
     return turn(query), turn(key)
 
 
+@lean
 def qk_norm_rope(
     query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array, query_scale: jax.Array, key_scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -55,18 +77,22 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn" if cudnn else "xla")
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """The mean over tokens of `logits [B, T, V]`, `labels [B, T]`; what is on a mesh lies there as `sharding.py` says."""
+def cross_entropy(hidden: jax.Array, embedding: jax.Array, labels: jax.Array, layout: Layout) -> jax.Array:
+    """The mean over tokens of `hidden [B, T, d]` times the head, `embedding [V, d]`, `labels [B, T]`."""
+    logits = layout.logits(jnp.einsum("btd,vd->btv", hidden, embedding))
 
-    @jax.checkpoint  # the backward reads the logits again instead of float32 weights, twice their size
+    @functools.partial(lean, prevent_cse=True)
     def mean(logits: jax.Array) -> jax.Array:
         wide = logits.astype(FLOAT32)
+        largest = kept(jax.lax.stop_gradient(jnp.max(wide, axis=-1)))
+        total = kept(jnp.sum(jnp.exp(wide - largest[..., None]), axis=-1))
         chosen = jax.lax.broadcasted_iota(jnp.int32, wide.shape, 2) == labels[..., None]  # fuses, unlike a gather's gradient
-        return jnp.mean(jax.nn.logsumexp(wide, axis=-1) - jnp.sum(jnp.where(chosen, wide, 0), axis=-1))
+        return jnp.mean(largest + jnp.log(total) - jnp.sum(jnp.where(chosen, wide, 0), axis=-1))
 
     return mean(logits)
 
 
+@lean
 def causal_conv1d(x: jax.Array, weight: jax.Array) -> jax.Array:
     """`silu` of every channel's filter over the last W tokens: `x [B, T, C], weight [C, W] -> [B, T, C]`."""
     length, width = x.shape[1], weight.shape[1]
@@ -75,10 +101,12 @@ def causal_conv1d(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jax.nn.silu(sum(shifted[1:], shifted[0])).astype(x.dtype)
 
 
-def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array, *, norm_before_gate: bool) -> jax.Array:
-    """`norm(x) * scale * silu(gate)`, or gated first: `norm(x * silu(gate)) * scale`."""
-    wide, opened = x.astype(FLOAT32), jax.nn.silu(gate.astype(FLOAT32))
-    return (rms_norm(wide, scale) * opened if norm_before_gate else rms_norm(wide * opened, scale)).astype(x.dtype)
+@lean
+def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array) -> jax.Array:
+    """`norm(x) * scale * silu(gate)`."""
+    wide = x.astype(FLOAT32)
+    inverse = kept(jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPSILON))
+    return (wide * inverse * scale * jax.nn.silu(gate.astype(FLOAT32))).astype(x.dtype)
 
 
 def gated_delta_rule(query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, decay: jax.Array) -> jax.Array:
@@ -88,46 +116,72 @@ def gated_delta_rule(query: jax.Array, key: jax.Array, value: jax.Array, beta: j
     Networks, 2025). `query, key [B, T, K, D]`, `value [B, T, H, D]`, `beta, decay [B, T, H]`, decay the logarithm g.
     """
     dtype, heads, size = value.dtype, value.shape[2], math.gcd(value.shape[1], 64)
+    product = _products(dtype)
 
     def chunks(x: jax.Array) -> jax.Array:  # [B, T, H | K, ...] -> [N, B, H, C, ...]
         x = jnp.repeat(x, heads // x.shape[2], axis=2)
         return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), (1, 3), (0, 2))
 
-    query, key = _unit(query) * query.shape[-1] ** -0.5, _unit(key)
-    query, key, value, beta, decay = map(chunks, (query, key, value, beta.astype(FLOAT32), decay.astype(FLOAT32)))
-    passed, ratio = _decays(decay)
-    product = _products(dtype)
-    system = beta[..., None] * ratio * product("nbhid,nbhjd->nbhij", key, key)
-    inverse = _inverse(jnp.tril(system, -1))
-    added = product("nbhij,nbhjd->nbhid", inverse, beta[..., None] * value)
-    erased = product("nbhij,nbhjd->nbhid", inverse, (beta * jnp.exp(passed))[..., None] * key)
-    scores = ratio * product("nbhid,nbhjd->nbhij", query, key)
-    read = jnp.exp(passed)[..., None] * query
-    kept = jnp.exp(passed[..., -1:] - passed)[..., None] * key
-    last = jnp.exp(passed[..., -1])
-    # narrow outside of the loop, where it is fused with what comes before
-    narrow = (x.astype(dtype) for x in (added, erased, scores, read, kept))
+    @lean
+    def within(query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, decay: jax.Array) -> Any:
+        """All that needs no state."""
+        query, key = _unit(query) * query.shape[-1] ** -0.5, _unit(key)
+        query, key, value, beta, decay = map(chunks, (query, key, value, beta.astype(FLOAT32), decay.astype(FLOAT32)))
+        passed, ratio = _decays(decay)
+        system = beta[..., None] * ratio * kept(product("nbhid,nbhjd->nbhij", key, key))
+        inverse = kept(_inverse(jnp.tril(system, -1)))
+        added = product("nbhij,nbhjd->nbhid", inverse, beta[..., None] * value)
+        erased = product("nbhij,nbhjd->nbhid", inverse, (beta * jnp.exp(passed))[..., None] * key)
+        scores = ratio * kept(product("nbhid,nbhjd->nbhij", query, key))
+        read = jnp.exp(passed)[..., None] * query
+        left = jnp.exp(passed[..., -1:] - passed)[..., None] * key
+        # narrow outside of the loop, where it is fused with what comes before
+        return tuple(x.astype(dtype) for x in (added, erased, scores, read, left)), jnp.exp(passed[..., -1])
 
     def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
-        added, erased, scores, read, kept, last = chunk
+        (added, erased, scores, read, left), last = chunk
         new = added - product("bhid,bhdv->bhiv", erased, state)
         out = product("bhid,bhdv->bhiv", read, state) + product("bhij,bhjv->bhiv", scores, new)
-        return last[..., None, None] * state + product("bhid,bhiv->bhdv", kept, new), out.astype(dtype)
+        return last[..., None, None] * state + product("bhid,bhiv->bhdv", left, new), out.astype(dtype)
 
-    start = jnp.zeros_like(product("bhid,bhiv->bhdv", key[0], value[0]))
-    _, out = jax.lax.scan(step, start, (*narrow, last))  # [N, B, H, C, D]
+    start = jnp.zeros((value.shape[0], heads, key.shape[3], value.shape[3]), jnp.promote_types(dtype, FLOAT32))
+    _, out = jax.lax.scan(step, start, within(query, key, value, beta, decay))  # [N, B, H, C, D]
     out = jnp.moveaxis(out, (0, 2), (1, 3))
     return out.reshape(out.shape[0], -1, *out.shape[3:])
 
 
+def gated_state_space(
+    x: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array,
+    dt: jax.Array,
+    dt_bias: jax.Array,
+    gate: jax.Array,
+    scale: jax.Array,
+) -> jax.Array:
+    """Mamba-2: `h <- exp(A dt) h + dt x B^T; y = h C + D x`, dt through its bias and softplus, then `norm(y silu(gate)) scale`.
+
+    Chunk by chunk in matrix products (Dao and Gu, Transformers are SSMs, 2024, section 6); the states of chunks too are one
+    product, with the decays between every two. `x [B, T, H, P]`, `A, D, dt_bias [H]`, `B, C [B, T, G, N]` for H / G heads each,
+    `dt [B, T, H]`, `gate [B, T, H P]`, `scale [H P]`.
+    """
+    return _norm_of_gated(state_space(x, A, B, C, D, dt, dt_bias).reshape(gate.shape), gate, scale)
+
+
+@lean
+def _norm_of_gated(x: jax.Array, gate: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(FLOAT32) * jax.nn.silu(gate.astype(FLOAT32))
+    inverse = kept(jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPSILON))
+    return (wide * inverse * scale).astype(x.dtype)
+
+
+@lean
 def state_space(
     x: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array, dt: jax.Array, dt_bias: jax.Array
 ) -> jax.Array:
-    """Mamba-2: `h <- exp(A dt) h + dt x B^T; y = h C + D x`, dt through its bias and softplus.
-
-    Chunk by chunk in matrix products (Dao and Gu, Transformers are SSMs, 2024, section 6). `x [B, T, H, P]`,
-    `A, D, dt_bias [H]`, `B, C [B, T, G, N]` for H / G heads each, `dt [B, T, H]`.
-    """
+    """The recurrence of `gated_state_space`."""
     dtype, groups, size = x.dtype, B.shape[2], math.gcd(x.shape[1], 128)
 
     def chunks(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [N, B, C, ...]
@@ -140,59 +194,32 @@ def state_space(
     stepped, inputs, outputs = grouped(chunks(x * dt[..., None])), chunks(B), chunks(C)
     passed, ratio = _decays(jnp.moveaxis(grouped(chunks(A * dt)), 2, -1))  # [N, B, G, R, C], with another C
     product = _products(dtype)
-    scores = ratio * product("nbigs,nbjgs->nbgij", outputs, inputs)[:, :, :, None]
+    scores = ratio * kept(product("nbigs,nbjgs->nbgij", outputs, inputs))[:, :, :, None]
     inside = product("nbgrij,nbjgrp->nbigrp", scores, stepped)
-    kept = jnp.moveaxis(jnp.exp(passed[..., -1:] - passed), -1, 2)[..., None] * stepped
-    added = product("nbjgs,nbjgrp->nbgrps", inputs, kept)
-
-    def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
-        added, last = chunk
-        return last[..., None, None] * state + added, state.astype(dtype)
-
-    _, before = jax.lax.scan(step, jnp.zeros_like(added[0]), (added, jnp.exp(passed[..., -1])))
+    left = jnp.moveaxis(jnp.exp(passed[..., -1:] - passed), -1, 2)[..., None] * stepped
+    added = product("nbjgs,nbjgrp->nbgrps", inputs, left)
+    before = kept(product("bgrmn,nbgrps->mbgrps", _between(passed[..., -1]), added).astype(dtype))
     outside = product("nbigs,nbgrps->nbigrp", outputs, before) * jnp.moveaxis(jnp.exp(passed), -1, 2)[..., None]
     return (jnp.moveaxis(inside + outside, 0, 1).reshape(x.shape) + D[:, None] * x).astype(dtype)
 
 
+@lean
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """`silu(gate) * up`, rounded once."""
     return (jax.nn.silu(gate.astype(FLOAT32)) * up).astype(gate.dtype)
 
 
-def moe_route(logits: jax.Array, chosen: int) -> tuple[jax.Array, jax.Array]:
-    """Weights, which sum to 1, and numbers of each token's likeliest experts: `[N, E] -> [N, k], [N, k]`."""
-    weights, experts = jax.lax.top_k(jax.nn.softmax(logits.astype(FLOAT32), axis=-1), chosen)
-    return weights / jnp.sum(weights, axis=-1, keepdims=True), experts
-
-
-def moe_permute(x: jax.Array, experts: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """k copies of each token `[N, d]` in the order of their experts `[N, k]`, copies for each expert, and places of copies.
-
-    Those of experts that are none of the `number`, which other devices have, come last.
-    """
-    experts = jnp.where((experts >= 0) & (experts < number), experts, number)
-    order = jnp.argsort(experts.reshape(-1))
-    rows = jnp.repeat(x, experts.shape[1], axis=0).at[order].get(unique_indices=True)
-    return rows, jnp.bincount(experts.reshape(-1), length=number), jnp.argsort(order).reshape(experts.shape)
-
-
-def moe_unpermute(rows: jax.Array, positions: jax.Array, weights: jax.Array) -> jax.Array:
-    """Each token's weighted sum of its copies: `[N k, d], [N, k], [N, k] -> [N, d]`."""
-    copies = rows.at[positions.reshape(-1)].get(unique_indices=True).reshape(*positions.shape, -1)
-    return jnp.einsum("nkd,nk->nd", copies, weights.astype(rows.dtype))
-
-
-def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Consecutive groups of rows times a matrix each: `[M, K], [G, K, N], [G] -> [M, N]`."""
-    return jax.lax.ragged_dot(rows, matrices, sizes)
+moe_route, moe_permute, moe_unpermute = plain_experts.moe_route, plain_experts.moe_permute, plain_experts.moe_unpermute
+grouped_matmul = plain_experts.grouped_matmul
 
 
 def scaled_matmul(
     lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, *, dtype: Any, transpose_rhs: bool = False
 ) -> jax.Array:
     """`lhs [M, K] @ rhs [K, N]`, both of float8, times one scale each; rhs is `[N, K]` with transpose_rhs."""
-    product = jnp.einsum("mk,nk->mn" if transpose_rhs else "mk,kn->mn", lhs, rhs, preferred_element_type=FLOAT32)
-    return (product * (lhs_scale * rhs_scale)).astype(dtype)
+    # the product leaves the matrix unit in the narrow dtype: float32 would be written and read
+    product = jnp.einsum("mk,nk->mn" if transpose_rhs else "mk,kn->mn", lhs, rhs, preferred_element_type=dtype)
+    return product * (lhs_scale * rhs_scale).astype(dtype)
 
 
 def _products(dtype: Any) -> Callable[..., jax.Array]:
@@ -214,6 +241,14 @@ def _decays(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     passed = jnp.cumsum(decay, axis=-1)
     seen = jnp.tril(jnp.ones((decay.shape[-1],) * 2, bool))
     return passed, jnp.exp(jnp.where(seen, passed[..., :, None] - passed[..., None, :], -jnp.inf))
+
+
+def _between(passed: jax.Array) -> jax.Array:
+    """Of what each chunk's decays sum to, `[N, ...]`: the decays from the end of chunk n to the start of m, `[..., N, N]`."""
+    total = jnp.moveaxis(jnp.cumsum(passed, axis=0), 0, -1)
+    start = total - jnp.moveaxis(passed, 0, -1)
+    earlier = jnp.tril(jnp.ones((passed.shape[0],) * 2, bool), -1)
+    return jnp.exp(jnp.where(earlier, start[..., :, None] - total[..., None, :], -jnp.inf))
 
 
 def _inverse(lower: jax.Array) -> jax.Array:

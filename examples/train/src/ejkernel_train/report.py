@@ -1,12 +1,14 @@
-"""Runs one build, or two in turns on the same batches, and reports what each cost and learnt."""
+"""Runs a build and reports what it cost and learnt."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import importlib.metadata
 import platform
 import re
 import statistics
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,7 +20,7 @@ import numpy as np
 from ejkernel_train import cost, data
 from ejkernel_train.checkpoint import Checkpoints
 from ejkernel_train.config import TrainConfig
-from ejkernel_train.step import State, compile_step, initialise
+from ejkernel_train.step import Compiled, State, compile_step, initialise
 
 PACKAGES = (
     "ejkernel-core",
@@ -29,10 +31,16 @@ PACKAGES = (
     "equinox",
     "jax",
     "jaxlib",
+    "jax-cuda13-plugin",
+    "jax-linear-attention",
+    "jax-triton",
+    "nvidia-cudnn-cu13",
     "optax",
+    "triton",
 )
 _COLLECTIVE = re.compile(r" = (.*) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+_CUSTOM_CALL = re.compile(r'custom_call_target="([^"]+)"')
 _STAMP = re.compile(r"ejkernel\.(\w+)(?:\.(backward))?\[([\w.\-]+)\]")
 
 
@@ -44,47 +52,51 @@ class Build:
         seconds: wall time of each step, until its results are there.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, compiled: Compiled | None = None, *, start: bool = True) -> None:
         self.config = config
-        self.compiled = compile_step(config)
-        shardings, self._batch = self.compiled.shardings
-        self.state: State = jax.jit(lambda: initialise(config), out_shardings=shardings)()
+        self.compiled = compiled or compile_step(config)
+        self.shardings, self._batch = self.compiled.shardings
+        if start:
+            self.state: State = jax.jit(lambda: initialise(config), out_shardings=self.shardings)()
         self.losses: list[float] = []
         self.seconds: list[float] = []
 
-    @property
-    def devices(self) -> int:
-        return len(self.state.step.sharding.device_set)
-
     def advance(self, window: np.ndarray) -> None:
-        """One step on windows `[B, T + 1]` of the whole batch, of which every process gives its devices their part."""
+        """One step of its own state."""
+        self.state, loss, seconds = self.step(self.state, window)
+        self.seconds.append(seconds)
+        self.losses.append(loss)
+
+    def step(self, state: State, window: np.ndarray) -> tuple[State, float, float]:
+        """The next state, the loss and the seconds of a step on windows `[B, T + 1]` of the whole batch, of which every process
+        gives its devices their part. The state's memory is used again."""
         placed: Any = window
         if self._batch is not None:
             placed = jax.make_array_from_callback(window.shape, self._batch, lambda part: window[part])
         start = time.perf_counter()
-        self.state, loss = jax.block_until_ready(self.compiled.program(self.state, placed))
-        self.seconds.append(time.perf_counter() - start)
-        self.losses.append(float(loss))
+        state, loss = jax.block_until_ready(self.compiled.program(state, placed))
+        seconds = time.perf_counter() - start
+        return state, float(loss), seconds
 
-    def record(self, peak: float | None, skip: int) -> dict[str, Any]:
-        """What this build cost and learnt; times of the first `skip` steps do not count."""
+    def record(self, peak: float | None, operations: float, seconds: Sequence[float]) -> dict[str, Any]:
+        """What this build cost and learnt, with the times that count; `peak` of all devices."""
         config, compiled = self.config, self.compiled
-        seconds = statistics.median(self.seconds[skip:])
-        operations = cost.step_operations(config, self.state.model)
-        rate = peak * self.devices if peak else None
+        median = statistics.median(seconds)
         return {
             "kernels": config.kernels,
             "plain": list(config.plain),
             "trace_seconds": compiled.trace_seconds,
             "lower_seconds": compiled.lower_seconds,
             "compile_seconds": compiled.compile_seconds,
-            "step_seconds": seconds,
-            "step_seconds_quartiles": np.quantile(self.seconds[skip:], [0.25, 0.75]).tolist(),
-            "tokens_per_second": config.batch * config.length / seconds,
+            "step_seconds": median,
+            "step_seconds_quartiles": np.quantile(seconds, [0.25, 0.75]).tolist(),
+            "steps_seconds": [round(each, 6) for each in seconds],
+            "tokens_per_second": config.batch * config.length / median,
             "operations_per_step": operations,
-            "share_of_peak": operations / seconds / rate if rate else None,
+            "share_of_peak": operations / median / peak if peak else None,
             "program_bytes": program_bytes(compiled.program),
             "implementations": implementations(compiled.program),
+            "custom_calls": custom_calls(compiled.program),
             "collectives": dict(Counter(found.kind for found in collectives(compiled.program))),
             "losses": self.losses,
         }
@@ -96,54 +108,89 @@ def run(
     *,
     peak: float | None = None,
     skip: int = 3,
+    rounds: int | None = None,
     progress: Callable[[int, Sequence[float]], None] = lambda step, losses: None,
     checkpoints: Checkpoints | None = None,
     save_every: int = 100,
 ) -> dict[str, Any]:
-    """Train all configs on the same batches, a step of each in turns, and return one record.
+    """Train one config, or compare several (see `comparison.py`), and return one record.
 
     Args:
-        configs: they may differ in everything but seed, steps, batch and length.
+        configs: several may differ in `kernels` and `plain`.
         tokens: the text, of `data.load`.
         peak: operations per second of one device, which the share is of; None for the device's, where it is known.
         skip: how many steps come before those that are timed.
-        progress: called after each step with its number and the losses.
+        rounds: how many steps of each of several are timed, in turns; None for as many as it learns.
+        progress: called after each step with its number and the loss.
         checkpoints: where a single config goes on from, and where it is saved.
         save_every: steps between checkpoints; the last step is saved too.
 
     Raises:
-        ValueError: several configs with checkpoints; a checkpoint of all steps.
+        ValueError: several configs with checkpoints, or that differ in more; a checkpoint of all steps.
     """
-    if checkpoints and len(configs) > 1:
-        raise ValueError("checkpoints are of one build; leave out either --checkpoints or --compare")
-    peak = peak or cost.peak_rate()
-    builds = [Build(config) for config in configs]
-    first = configs[0]
+    first, peak = configs[0], peak or cost.peak_rate()
+    if len(configs) > 1:
+        if checkpoints:
+            raise ValueError("checkpoints are of one build; leave out either --checkpoints or --compare")
+        from ejkernel_train import comparison
+
+        return comparison.compare(configs, tokens, peak=peak, skip=skip, rounds=rounds or first.steps, progress=progress)
+    build = Build(first)
     if checkpoints:
-        builds[0].state = checkpoints.restore(builds[0].state)
-    start = int(builds[0].state.step)
+        build.state = checkpoints.restore(build.state)
+    start = int(build.state.step)
     if start >= first.steps:
         raise ValueError(f"the checkpoint has {start} steps already; ask for more with --steps, or for another folder")
     for step in range(start, first.steps):
-        window = data.batch(tokens, first.seed, step, first.batch, first.length)
-        for build in builds[:: -1 if step % 2 else 1]:  # the order changes, so that none always follows the other
-            build.advance(window)
+        build.advance(data.batch(tokens, first.seed, step, first.batch, first.length))
         if checkpoints and ((step + 1) % save_every == 0 or step + 1 == first.steps):
-            checkpoints.save(step + 1, builds[0].state)
-        progress(step + 1, [build.losses[-1] for build in builds])
+            checkpoints.save(step + 1, build.state)
+        progress(step + 1, build.losses[-1:])
+    seconds = build.seconds[min(skip, first.steps - start - 1) :]
+    return {
+        **summary(first, build.state, peak),
+        "first_step": start + 1,
+        "builds": records([build], build.state, peak, [seconds]),
+    }
+
+
+def records(
+    builds: Sequence[Build], state: State, peak: float | None, seconds: Sequence[Sequence[float]]
+) -> list[dict[str, Any]]:
+    """Of builds of one model, with the times of each that count."""
+    operations = cost.step_operations(builds[0].config, state.model)
+    rate = peak * devices(state) if peak else None
+    return [build.record(rate, operations, times) for build, times in zip(builds, seconds, strict=True)]
+
+
+def summary(config: TrainConfig, state: State, peak: float | None) -> dict[str, Any]:
+    """What ran, and on what."""
     device = jax.local_devices()[0]
     return {
-        "config": dataclasses.asdict(first),
-        "sizes": dataclasses.asdict(first.sizes),
-        "parameters": cost.parameters(builds[0].state.model),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "config": dataclasses.asdict(config),
+        "sizes": dataclasses.asdict(config.sizes),
+        "parameters": cost.parameters(state.model),
         "device": device.device_kind,
-        "devices": builds[0].devices,
-        "first_step": start + 1,
+        "devices": devices(state),
+        "driver": driver(),
         "peak_operations_per_second": peak,  # of one device
         "process_peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
         "versions": versions(),
-        "builds": [build.record(peak, min(skip, first.steps - start - 1)) for build in builds],
     }
+
+
+def devices(state: State) -> int:
+    return len(state.step.sharding.device_set)
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver, None where there is none."""
+    try:
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.split("\n")[0].strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def program_bytes(program: jax.stages.Compiled) -> int | None:
@@ -159,6 +206,11 @@ def implementations(program: jax.stages.Compiled) -> list[str]:
     """Which code ran each call of ejkernel, from the names in the program: `flash_attention forward triton`."""
     found = _STAMP.findall(program.as_text() or "")
     return sorted({f"{operation} {phase or 'forward'} {name}" for operation, phase, name in found})
+
+
+def custom_calls(program: jax.stages.Compiled) -> dict[str, int]:
+    """How many of each target are in the program's text, where the body of a loop stands once: cuBLAS, cuDNN, kernels."""
+    return dict(Counter(_CUSTOM_CALL.findall(program.as_text() or "")).most_common())
 
 
 class Collective(NamedTuple):

@@ -41,9 +41,14 @@ def spec_of(name: str) -> P:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh with the axes of `AXES`, or None for one device."""
+    """A mesh with the axes of `AXES`, or None for one device.
+
+    Attributes:
+        typed: whether JAX tracks over which axes values of `on_each_device` differ. Kernels of others lack these types.
+    """
 
     mesh: Mesh | None = None
+    typed: bool = True
 
     @staticmethod
     def parse(text: str) -> Layout:
@@ -99,7 +104,7 @@ class Layout:
         """The function of what one device has, written with the collectives below; without a mesh that is everything."""
         if self.mesh is None:
             return function
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.typed)
 
     @property
     def expert_devices(self) -> int:

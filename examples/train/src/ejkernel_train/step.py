@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from typing import Any, NamedTuple
@@ -56,6 +57,7 @@ def initialise(config: TrainConfig) -> State:
 def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[State, jax.Array]:
     """One update on windows `[B, T + 1]`; returns the loss before it."""
     operations, layout = choose(config.kernels, config.plain), Layout.parse(config.mesh)
+    layout = dataclasses.replace(layout, typed=config.kernels != "peers")
 
     def loss(model: Model) -> jax.Array:
         unroll = config.layers == "unroll"
@@ -79,8 +81,27 @@ class Compiled(NamedTuple):
     compile_seconds: float
 
 
+class Lowered(NamedTuple):
+    """The step before XLA compiles it."""
+
+    program: jax.stages.Lowered
+    shardings: Any
+    trace_seconds: float
+    lower_seconds: float
+
+    def compile(self) -> Compiled:
+        start = time.perf_counter()
+        program = self.program.compile()
+        return Compiled(program, *self[1:], time.perf_counter() - start)
+
+
 def compile_step(config: TrainConfig) -> Compiled:
     """Trace, lower and compile the step without running anything."""
+    return lower_step(config).compile()
+
+
+def lower_step(config: TrainConfig) -> Lowered:
+    """Trace and lower the step."""
     state, layout = jax.eval_shape(lambda: initialise(config)), Layout.parse(config.mesh)
     if config.sizes.experts % layout.expert_devices:
         raise ValueError(
@@ -99,6 +120,4 @@ def compile_step(config: TrainConfig) -> Compiled:
     clock.append(time.perf_counter())
     lowered = traced.lower()
     clock.append(time.perf_counter())
-    program = lowered.compile()
-    clock.append(time.perf_counter())
-    return Compiled(program, (shardings, batch), *(after - before for before, after in itertools.pairwise(clock)))
+    return Lowered(lowered, (shardings, batch), *(after - before for before, after in itertools.pairwise(clock)))

@@ -1,0 +1,95 @@
+"""The model's operations by the best that others publish for JAX on Hopper GPUs, and in plain JAX where that is the best.
+
+jax-linear-attention (`jla`, version 0.1.0) has the delta rule, Mamba-2's state space with its gated norm, the short convolution,
+grouped products and the loss from hidden states, whose gradient is formed in the forward. Dense attention is cuDNN's by `jax.nn`,
+which is also what jla chooses. Where its kernels do not run, as on a CPU, it has the same in plain JAX.
+
+Left out: flash attention 4 for JAX (`fa4-jax`), whose compiler is a package of its own of 92 MB; tokamax, whose attention and
+grouped products were slower than these.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ejkernel_train import plain
+from ejkernel_train.sharding import BATCH, Layout
+
+try:
+    from jla.layers import mamba2_fused
+    from jla.ops import linear_attention
+    from jla.ops.cross_entropy import linear_cross_entropy_objective
+    from jla.ops.mosaic_gpu import gated_delta_rule as delta_kernels
+    from jla.ops.mosaic_gpu import ragged_dot, short_conv
+    from jla.ops.mosaic_gpu._common import is_hopper
+except ImportError as error:
+    raise ValueError(f"the build 'peers' needs jax-linear-attention: pip install 'ejkernel-train[peers]' ({error})") from error
+
+attention, rms_norm, add_rms_norm = plain.attention, plain.rms_norm, plain.add_rms_norm
+rope, qk_norm_rope, gated_rms_norm = plain.rope, plain.qk_norm_rope, plain.gated_rms_norm
+swiglu, scaled_matmul = plain.swiglu, plain.scaled_matmul
+moe_route, moe_permute, moe_unpermute = plain.moe_route, plain.moe_permute, plain.moe_unpermute
+
+
+def cross_entropy(hidden: jax.Array, embedding: jax.Array, labels: jax.Array, layout: Layout) -> jax.Array:
+    if layout.mesh is not None and layout.mesh.shape["tensor"] > 1:
+        return plain.cross_entropy(hidden, embedding, labels, layout)  # theirs does not split the vocabulary
+
+    def mean(hidden: jax.Array, embedding: jax.Array, labels: jax.Array) -> jax.Array:
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        found = linear_cross_entropy_objective(rows, embedding, labels.reshape(-1), ignore_index=-1, compute_dtype=hidden.dtype)
+        return layout.mean_over_batch(found.objective_sum / labels.size)
+
+    return layout.on_each_device(mean, (P(BATCH), P(), P(BATCH)), P())(hidden, embedding, labels)
+
+
+def causal_conv1d(x: jax.Array, weight: jax.Array) -> jax.Array:
+    if short_conv.unsupported_reason(x, weight) is None:
+        return short_conv.short_conv(x, weight)
+    return plain.causal_conv1d(x, weight)
+
+
+@plain.lean
+def _unit(x: jax.Array) -> jax.Array:
+    """Channels of length 1, in the dtype of x."""
+    wide = x.astype(plain.FLOAT32)
+    inverse = plain.kept(jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + plain.EPSILON))
+    return (wide * inverse).astype(x.dtype)
+
+
+def gated_delta_rule(query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, decay: jax.Array) -> jax.Array:
+    query, key = _unit(query), _unit(key)
+    if not delta_kernels.supports_gated_delta_rule(query, key, value, decay, beta):  # the kernels share a key head
+        query, key = (jnp.repeat(x, value.shape[2] // x.shape[2], axis=2) for x in (query, key))
+    out, _ = linear_attention("gated_deltanet", query, key, value, g=decay, beta=beta)
+    return out
+
+
+def gated_state_space(
+    x: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array,
+    dt: jax.Array,
+    dt_bias: jax.Array,
+    gate: jax.Array,
+    scale: jax.Array,
+) -> jax.Array:
+    if not is_hopper():
+        return plain.gated_state_space(x, A, B, C, D, dt, dt_bias, gate, scale)
+    dt = jax.nn.softplus(dt.astype(plain.FLOAT32) + dt_bias)
+    options = {"segment_ids": None, "impl": "auto", "chunk_size": 64, "grouped_key_grads": True}
+    y = mamba2_fused.ssd_core(_stepped(x, dt), dt * A, B, C, **options)
+    return mamba2_fused.gated_norm(y, x, gate, D, scale, eps=plain.EPSILON, compute_dtype=x.dtype)
+
+
+@plain.lean
+def _stepped(x: jax.Array, dt: jax.Array) -> jax.Array:
+    return (x.astype(plain.FLOAT32) * dt[..., None]).astype(x.dtype)
+
+
+def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+    return ragged_dot.grouped_matmul(rows, matrices, sizes, impl="auto")
