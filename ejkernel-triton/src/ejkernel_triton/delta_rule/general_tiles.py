@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.delta_rule.prepare import middle_exponents
-from ejkernel_triton.delta_rule.tiles import narrow, product
-from ejkernel_triton.linear_recurrence.tiles import LOG2_E, MAX_MIDDLE_EXPONENT, level_decays, level_pairs, select_sums
+from ejkernel_triton.delta_rule.tiles import MAX_MIDDLE_EXPONENT, narrow, product
+from ejkernel_triton.linear_recurrence.tiles import LOG2_E, level_decays, level_pairs, select_sums
 
 
 @triton.jit

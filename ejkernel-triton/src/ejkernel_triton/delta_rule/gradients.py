@@ -16,6 +16,7 @@ from ejkernel_triton.delta_rule.tiles import (
     COARSE,
     FINE,
     KEY_LENGTH,
+    MAX_MIDDLE_EXPONENT,
     QUERY_LENGTH,
     READ_KEY,
     READ_QUERY,
@@ -31,7 +32,6 @@ from ejkernel_triton.delta_rule.tiles import (
     total_of,
 )
 from ejkernel_triton.linear_recurrence.tiles import (
-    MAX_MIDDLE_EXPONENT,
     MIN_LOG,
     level_decays,
     level_pairs,

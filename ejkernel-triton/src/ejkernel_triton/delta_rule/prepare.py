@@ -14,6 +14,7 @@ from ejkernel_triton.delta_rule.tiles import (
     COARSE,
     FINE,
     KEY_LENGTH,
+    MAX_MIDDLE_EXPONENT,
     QUERY_LENGTH,
     READ_KEY,
     READ_QUERY,
@@ -34,7 +35,6 @@ from ejkernel_triton.delta_rule.tiles import (
 )
 from ejkernel_triton.linear_recurrence.tiles import (
     LOG2_E,
-    MAX_MIDDLE_EXPONENT,
     level_decays,
     level_pairs,
     load_tile,
