@@ -1,7 +1,7 @@
 """Device functions of the delta rule: chunks of tokens, their decays, the inverse of a triangular matrix. `R` is a `rules.Params`.
 
 Exponents are sums of log decays, never positive: a strong decay costs the weak ones beside it no precision. The one exception are
-mild decays per channel, see `MAX_MIDDLE_EXPONENT`. Exponents are powers of two.
+mild decays per channel, see `linear_recurrence.tiles.MAX_START_EXPONENT`. Exponents are powers of two.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -18,9 +18,6 @@ SQUARE_UNIT = tl.constexpr(2.0**-41)
 """`square_unit` of float32 with this epsilon."""
 SHORTEST = tl.constexpr(2.0**-61)
 """Below this one by the length of a row, products of rows may overflow."""
-MAX_MIDDLE_EXPONENT = tl.constexpr(24.0)
-"""Largest exponent, in powers of two, between the middle of a chunk and its tokens for which decays are split at the middle:
-factors above 1 stay small enough to keep precision."""
 LEAST_BETA = tl.constexpr(1e-10)
 """Smaller ones are taken for this: the gradient of beta is divided by it."""
 ROWS = tl.constexpr(7)

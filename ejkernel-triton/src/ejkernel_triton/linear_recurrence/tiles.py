@@ -13,9 +13,9 @@ import triton.language as tl
 
 MIN_LOG = tl.constexpr(-90.0)
 """Log decays are clipped here, where the decay is 0 in float32; differences of infinities would be NaN."""
-MAX_START_EXPONENT = tl.constexpr(48.0)
+MAX_START_EXPONENT = tl.constexpr(40.0)
 """Largest exponent, in powers of two, between the start of a chunk and a token whose decays are split at the start: they and
-their inverses are far from the ends of bfloat16's range."""
+their inverses are far from the ends of the range, and in float32 as precise as products."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -298,13 +298,18 @@ def suffix_decays(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def start_logs(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
-    """Exponents from the start of a chunk to each token, and the tokens up to which they are all small; 0 for the others.
-
-    Nothing in those of a token depends on later ones, whose decays must not change its rounding.
-    """
+    """`mild_exponents` of the decays from the start of a chunk to each token."""
     o_row = tl.arange(0, CHUNK)
     b_matrix = tl.where(o_row[:, None] >= o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
-    b_start = select_sums(b_matrix, b_log, R.exact_logs) * LOG2_E
+    return mild_exponents(select_sums(b_matrix, b_log, R.exact_logs) * LOG2_E)
+
+
+@triton.jit
+def mild_exponents(b_start):
+    """Exponents from the start of a chunk, 0 from the first token on at which one is large; the tokens before that.
+
+    Nothing of a token depends on later ones, whose decays must not change its rounding.
+    """
     b_strong = tl.where(tl.max(tl.abs(b_start), axis=1) < MAX_START_EXPONENT, 0, 1)
     m_mild = tl.cumsum(b_strong, axis=0) == 0
     return tl.where(m_mild[:, None], b_start, 0.0), m_mild
