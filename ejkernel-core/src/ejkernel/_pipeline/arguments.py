@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ejkernel._pipeline.typecheck import checked
 from ejkernel.errors import suggestion, warn
+from ejkernel.utils.integers import narrowed
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -97,7 +98,8 @@ REFUSED = "refused_keywords"
 
 
 def public(*formerly_positional: str) -> Callable[[Function], Function]:
-    """Make a function public: keywords that it does not have are refused with the name of the one that is meant.
+    """Make a function public: keywords that it does not have are refused with the name of the one that is meant, and NumPy
+    integers that JAX would wrap are narrowed.
 
     With `EJKERNEL_TYPECHECK=1` its annotations are checked, too.
 
@@ -108,6 +110,7 @@ def public(*formerly_positional: str) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         run = checked(function)
         parameters = inspect.signature(function).parameters.values()
+        names = [parameter.name for parameter in parameters]
         most = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
         limit = most if formerly_positional else sys.maxsize
 
@@ -116,6 +119,8 @@ def public(*formerly_positional: str) -> Callable[[Function], Function]:
             if len(args) > limit:
                 options = _by_keyword(function.__name__, formerly_positional, args[limit:], options)
                 args = args[:limit]
+            args = (*map(narrowed, names, args), *args[len(names) :])
+            options = {name: narrowed(name, value) for name, value in options.items()}
             try:
                 return run(*args, **options)
             except TypeError:

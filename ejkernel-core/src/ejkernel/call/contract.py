@@ -55,6 +55,13 @@ class Contract(abc.ABC):
         The first dim of every array is the batch factor `b`, into which `vmap` folds.
         """
 
+    def time(self, call: Any) -> Mapping[str, int] | None:
+        """Of a causal call: the factors of `dimensions` that run over time, with the time of their first index; None of others.
+
+        Nothing later changes anything before it. Where the call has a `reverse` that is True, time runs from the last index on.
+        """
+        return None
+
     def moving(self, inputs: Any) -> dict[str, Any]:
         """The present inputs that have a gradient, by name."""
         return {name: array for name, array in named(inputs) if name in self.differentiable and has_gradient(array)}

@@ -13,6 +13,7 @@ from ejkernel.operations.common.selected import NOTHING, distinct
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.operations.native_sparse_attention.forms import block_means, blocks_of
 from ejkernel.operations.native_sparse_selection.interface import OPERATION as _SELECTION
+from ejkernel.utils.integers import as_int32
 
 
 def decode_branches(
@@ -52,7 +53,7 @@ def decode_branches(
     if capturing():
         read = (count if block_indices is None else block_indices.shape[3]) * block_size
         return _explained(query, key, value, read, attend, cfg)
-    position = kv_lens.astype(jnp.int32) - 1
+    position = as_int32(kv_lens) - 1
     summary = None
     if compressed or block_indices is None:
         blocks = blocks_of(key.shape[1], block_size, None)
@@ -92,9 +93,9 @@ def _selected(
     batch, _, heads, size = query.shape
     key_heads, length = key.shape[2], key.shape[1]
     order = jnp.arange(block_indices.shape[3], dtype=jnp.int32)[None, None, None]
-    counts = jnp.full((batch, 1, key_heads), count, jnp.int32) if block_counts is None else block_counts.astype(jnp.int32)
+    counts = jnp.full((batch, 1, key_heads), count, jnp.int32) if block_counts is None else as_int32(block_counts)
     named = (block_indices >= 0) & (order < counts[..., None])
-    blocks = distinct(jnp.where(named, block_indices.astype(jnp.int32), NOTHING))[:, 0]
+    blocks = distinct(jnp.where(named, as_int32(block_indices), NOTHING))[:, 0]
     tokens = blocks[..., None] * block_size + jnp.arange(block_size, dtype=jnp.int32)[None, None, None]
     seen = (blocks[..., None] >= 0) & (tokens <= position[:, None, None, None])
     flat = (batch, key_heads, blocks.shape[2] * block_size)

@@ -176,7 +176,9 @@ class Entries(NamedTuple):
             q = jnp.where(kept[..., None], q, jnp.zeros_like(q))
         x = jnp.where(kept[..., None], self.x, jnp.zeros_like(self.x)).astype(wide)
         if self.head is None:
-            logits = x if self.soft_cap is None else self.soft_cap * jnp.tanh(x / self.soft_cap)
+            logits = x
+            if self.soft_cap is not None:
+                logits = jnp.where(x == -jnp.inf, x, self.soft_cap * jnp.tanh(x / self.soft_cap))
             chosen = q if q.ndim > 1 else jnp.broadcast_to(q, logits.shape)
             found = jnp.sum(jnp.where(chosen == 0, 0, chosen * jnp.where(chosen == 0, 0, logits)), axis=-1)
         else:

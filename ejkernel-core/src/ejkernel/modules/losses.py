@@ -36,6 +36,7 @@ from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.operations.linear_cross_entropy.interface import OPERATION as _LINEAR_CROSS_ENTROPY
 from ejkernel.utils.checks import check_array, check_compute, check_shape, finite_number
 from ejkernel.utils.dtypes import common_dtype, multiplied
+from ejkernel.utils.integers import as_int32
 from ejkernel.utils.tracing import is_traced, refuse_traced, traced_number
 
 _ARRAYS = ("logits", "targets", "weights", "hidden", "lm_head_weight", "lm_head_bias", "attention_mask", "class_weights")
@@ -94,7 +95,7 @@ def fused_cross_entropy(
         lm_head_weight: `[D, V]`, or `[V, D]` with transpose_head.
         lm_head_bias: `[V]`.
         transpose_head: lm_head_weight is `[V, D]`, as an embedding is.
-        logit_softcap: c > 0 turns logits into `c * tanh(l / c)`.
+        logit_softcap: c > 0 turns logits into `c * tanh(l / c)`; -inf, an entry that cannot be chosen, stays -inf.
         attention_mask: `[...]`, bool or 0 and 1: which tokens count.
         class_weights: `[V]`, factor on each entry's part of a loss, but of the z-loss; constants under differentiation. With
             labels, "mean" divides by the sum of the weights times those of the labels. Split as the vocabulary is.
@@ -312,7 +313,7 @@ def _cross_entropy(
         # A number of the vocabulary's size, or ignore_index, may not fit into the labels' own type.
         labels = jnp.asarray(targets).astype(common_dtype(targets.dtype, jnp.int32))
         kept = kept & (labels != ignore_index) & (labels >= 0) & (labels < size)
-        labels = labels.astype(jnp.int32) - (jax.lax.axis_index(axes) * held if axes else 0)
+        labels = as_int32(labels) - (jax.lax.axis_index(axes) * held if axes else 0)
         here = kept & (labels >= 0) & (labels < held)
     arrays = {
         "x": x,

@@ -116,9 +116,9 @@ def _trapezoidal(
     dt_softplus: bool,
     precision: Any,
 ) -> Bound:
-    """Mamba-3 as a linear recurrence in which a token brings along what its successor adds of it, `value = (c_t + b_(t+1)) x_t`.
+    """Mamba-3 as a linear recurrence of `U_t = a_t (U_(t-1) + (c_(t-1) + b_t) K_(t-1) x_(t-1)^T)`, `S_t = U_t + c_t K_t x_t^T`.
 
-    The state before the successor's decay is that of the definition; what a token reads of its own has b_(t+1) too much.
+    A token brings along what it adds of its predecessor, so that nothing of it comes later.
     """
     _check_arrays(x, A, B, C, D, dt, trap, angles, B_bias, C_bias)
     part = taking_part(None, cu_seqlens, x, "x")
@@ -131,8 +131,8 @@ def _trapezoidal(
     steps, wide_x, logit = step_sizes(dt, dt_bias, dt_softplus, x, "H").astype(wide), x.astype(wide), trap.astype(wide)
     if part is not None:
         (steps,) = zero_outside(part, steps)  # bias and softplus leave no zeros
-    before = steps * jax.nn.sigmoid(-logit)
-    after = _of_next_token(before, cu_seqlens)
+    before, own = steps * jax.nn.sigmoid(-logit), steps * jax.nn.sigmoid(logit)
+    logs = steps * jnp.maximum(rates.astype(wide), jnp.finfo(wide).min)  # -inf times a dt of 0 would be NaN
     theta = state = last_key = last_x = None
     if initial_state is not None:
         theta, state, last_key, last_x = (array.astype(wide) for array in initial_state)
@@ -140,11 +140,12 @@ def _trapezoidal(
         state = state + once[..., None] * last_x[:, :, None]
     turns = _running_turns(steps, angles.astype(wide), theta, cu_seqlens)
     query, key = _turned(query, C_bias, turns), _turned(key, B_bias, turns)
+    last_share, last_value, last_turned = (_of_token_before(array, cu_seqlens) for array in (own, wide_x, key))
     bound = _LINEAR_RECURRENCE.canonicalise(
         query,
-        key,
-        (wide_x * (steps * jax.nn.sigmoid(logit) + after)[..., None]).astype(x.dtype),
-        steps * jnp.maximum(rates.astype(wide), jnp.finfo(wide).min),  # -inf times a dt of 0 would be NaN
+        last_turned,
+        ((jnp.exp(logs) * (last_share + before))[..., None] * last_value).astype(x.dtype),
+        logs,
         initial_state=state,
         cu_seqlens=cu_seqlens,
         scale=1.0,
@@ -155,22 +156,24 @@ def _trapezoidal(
     def finish(outputs: Any) -> Any:
         out, state = bound.finish(outputs)
         wide_key = key.astype(wide)
-        own = (query.astype(wide) * wide_key).sum(axis=-1) * after
-        out = out.astype(wide) - own[..., None] * wide_x
+        written = own[..., None] * wide_x
+        out = out.astype(wide) + (query.astype(wide) * wide_key).sum(axis=-1, keepdims=True) * written
         if D is not None:
             skip = D.astype(wide) if D.ndim == 2 else D.astype(wide)[:, None]
             out = out + wide_x * skip[None, None]
         kept = ((turns * _TURN, theta), (wide_key, last_key), (wide_x, last_x))
         new_theta, new_key, new_x = (edge_tokens(tokens, empty, cu_seqlens) for tokens, empty in kept)
+        state = state + edge_tokens(wide_key, None, cu_seqlens)[..., None] * edge_tokens(written, None, cu_seqlens)[:, :, None]
         return out.astype(x.dtype), (new_theta, state, new_key, new_x)
 
     return Bound(bound.call, bound.inputs, finish)
 
 
-def _of_next_token(array: Any, cu_seqlens: Any) -> Any:
-    """`[B,T,H]` of the next token of the same sequence, 0 at the last one."""
+def _of_token_before(array: Any, cu_seqlens: Any) -> Any:
+    """`[B,T,H,...]` of the token before in the same sequence, 0 at the first one."""
     _, starts = first_tokens(cu_seqlens, array.shape[1])
-    return jnp.where(jnp.roll(starts, -1)[None, :, None], jnp.zeros_like(array), jnp.roll(array, -1, axis=1))
+    starts = starts.reshape(1, -1, *[1] * (array.ndim - 2))
+    return jnp.where(starts, jnp.zeros_like(array), jnp.roll(array, 1, axis=1))
 
 
 _TURN = 2 * math.pi

@@ -24,6 +24,7 @@ from ejkernel.modules.deltas import gated_delta_rule, kernel_delta_attention, rw
 from ejkernel.modules.recurrences import gla_attention, recurrent_attention, rwkv6
 from ejkernel.modules.states import state_space_v1, state_space_v2
 from ejkernel.operations.common.packed import check_bounds, check_packed, check_segments
+from ejkernel.utils.integers import as_int32
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -106,10 +107,10 @@ def _shards(axes: tuple[str, ...], size: int, name: str, first: Any, options: An
     if segments is not None:
         check_segments(segments, batch, length)
     if bounds is None:
-        return Shards(axes, size, length, None if segments is None else jnp.asarray(segments, jnp.int32)), options
+        return Shards(axes, size, length, None if segments is None else as_int32(segments)), options
     if segments is not None:
         raise invalid("seg_ids", "an array", "None beside cu_seqlens", remedy="say with one of them where sequences end")
     check_packed(bounds, name, batch)
     check_bounds(bounds, f"{name} on {size} devices", jax.ShapeDtypeStruct((batch, size * length), jnp.float32))
-    shards = Shards(axes, size, length, bounds=jnp.asarray(bounds, jnp.int32))
+    shards = Shards(axes, size, length, bounds=as_int32(bounds))
     return shards, {**options, "cu_seqlens": shards.local_bounds}

@@ -19,6 +19,7 @@ from ejkernel.operations.flash_attention.bind import as_count
 from ejkernel.operations.paged_attention import forms as _paged
 from ejkernel.operations.paged_attention.first_keys import traced_limits
 from ejkernel.utils.checks import check_array, check_shape
+from ejkernel.utils.integers import as_int32
 from ejkernel.utils.tracing import refuse_traced
 
 
@@ -249,7 +250,7 @@ def _dense_cache(
             raise wrong_type(name, f"dtype {array.dtype}", "integers")
         check_shape(name, array, query.shape[:1], "[B]")
     batch, length = key.shape[:2]
-    start, end = (jnp.clip(jnp.asarray(x, jnp.int32), 0, length) for x in (sequence_start, sequence_end))
+    start, end = (jnp.clip(as_int32(x), 0, length) for x in (sequence_start, sequence_end))
     window, chunk = traced_limits(sliding_window, chunk_size, causal=True)
     first = start
     if window is not None or chunk is not None:

@@ -43,7 +43,7 @@ def _platform(config: pytest.Config) -> str:
     return name
 
 
-_PARAMETERS = frozenset({"problem", "operation_name", "toggled", "transformed"})
+_PARAMETERS = frozenset({"problem", "operation_name", "summed", "toggled", "transformed"})
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -94,6 +94,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             if admitted(case.name)
         ]
         metafunc.parametrize("transformed", found, ids=[f"{p.operation}-{p.case.name}" for p in found], indirect=True)
+    if "summed" in metafunc.fixturenames:
+        found = [
+            problems.Problem(operation, case, "bfloat16", platform)
+            for operation in operations
+            for case in problems.cases_of(operation)
+            if "sums" in case.tags and admitted(case.name)
+        ]
+        metafunc.parametrize("summed", found, ids=[f"{p.operation}-{p.case.name}" for p in found])
     if "toggled" in metafunc.fixturenames:
         pairs = [(operation, field) for operation in operations for field in problems.toggles_of(operation)]
         metafunc.parametrize("toggled", pairs, ids=["-".join(pair) for pair in pairs])

@@ -15,9 +15,9 @@ from ejkernel_triton.cross_entropy.config import Config
 
 @triton.jit
 def capped(b_x, CAP: tl.constexpr):
-    """Logits after the soft cap."""
+    """Logits after the soft cap, which leaves -inf as it is."""
     if CAP > 0:
-        b_x = CAP * (2 * tl.sigmoid(2 * b_x / CAP) - 1)
+        b_x = tl.where(b_x == float("-inf"), b_x, CAP * (2 * tl.sigmoid(2 * b_x / CAP) - 1))
     return b_x
 
 
@@ -102,10 +102,11 @@ def cross_entropy_backward_kernel(
         d_sum = tl.load(p_dsum + i_row) if HAS_DSUM else 0.0
         b_x = tl.load(p_x + o_row + o_entry, mask=m_entry, other=0.0).to(tl.float32)
         b_logits = capped(b_x, CAP)
-        b_dx = tl.exp(b_logits - tl.load(p_lse + i_row)) * (d_loss + d_lse) + d_sum
+        lse = tl.load(p_lse + i_row)
+        b_dx = tl.exp(b_logits - tl.where(lse == float("-inf"), 0.0, lse)) * (d_loss + d_lse) + d_sum
         b_dx -= tl.where(o_entry == i_target, d_loss, 0.0)
         if CAP > 0:
-            b_dx *= 1 - (b_logits / CAP) * (b_logits / CAP)
+            b_dx *= tl.where(b_logits == float("-inf"), 0.0, 1 - (b_logits / CAP) * (b_logits / CAP))
         tl.store(p_dx + o_row + o_entry, b_dx.to(p_dx.dtype.element_ty), mask=m_entry)
 
 

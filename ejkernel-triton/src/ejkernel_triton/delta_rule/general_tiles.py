@@ -10,9 +10,8 @@ and b, which reads before its token's decay, `exp(G_(t-1) - G_s)`.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.delta_rule.prepare import middle_exponents
 from ejkernel_triton.delta_rule.tiles import narrow, product
-from ejkernel_triton.linear_recurrence.tiles import LOG2_E, MAX_MIDDLE_EXPONENT, level_decays, level_pairs, select_sums
+from ejkernel_triton.linear_recurrence.tiles import LOG2_E, level_decays, level_pairs, mild_exponents, select_sums
 
 
 @triton.jit
@@ -28,12 +27,10 @@ def exponents_before(b_log, b_up_to, CHUNK: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def mild_factors(b_log, b_up_to, CHUNK: tl.constexpr, R: tl.constexpr):
-    """Exponents from the middle of the chunk to each token, and to the one before it, and whether all of them are mild."""
-    b_middle, most = middle_exponents(b_log, b_up_to, CHUNK, R)
-    b_before = b_middle - b_log * LOG2_E
-    most = tl.maximum(most, tl.max(tl.max(tl.abs(b_before), axis=1), axis=0))
-    return b_middle, b_before, most < MAX_MIDDLE_EXPONENT
+def mild_factors(b_log, b_up_to):
+    """`mild_exponents` to each token and to the one before it, and the tokens for which they are mild, as a column."""
+    b_start, m_mild = mild_exponents(b_up_to)
+    return b_start, tl.where(m_mild[:, None], tl.minimum(b_up_to - b_log * LOG2_E, 0.0), 0.0), m_mild[:, None]
 
 
 @triton.jit
@@ -55,23 +52,22 @@ def add_scores(
     Entries of pairs whose column is later than the row, and those of b on the diagonal, have no meaning.
     """
     o_row = tl.arange(0, CHUNK)
-    b_middle, b_before, mild = mild_factors(b_log, b_up_to, CHUNK, R)
-    if mild:
-        b_read, b_correct = narrow(b_query * tl.exp2(b_middle), R), narrow(b_b * tl.exp2(b_before), R)
-        b_inverse = tl.exp2(-b_middle)
-        b_right = tl.trans(narrow(b_key * b_inverse, R))
-        b_scores_key += product(b_read, b_right, R)
-        b_reads_key += product(b_correct, b_right, R)
-        b_right = tl.trans(narrow(b_a * b_inverse, R))
-        b_scores_a += product(b_read, b_right, R)
-        b_reads_a += product(b_correct, b_right, R)
-    else:
-        m_same = o_row[:, None] == o_row[None, :]
+    b_start, b_before, m_mild = mild_factors(b_log, b_up_to)
+    b_read, b_correct = narrow(b_query * tl.exp2(b_start), R), narrow(b_b * tl.exp2(b_before), R)
+    b_inverse = tl.exp2(-b_start)
+    b_right = tl.trans(narrow(b_key * b_inverse, R))
+    b_scores_key += tl.where(m_mild, product(b_read, b_right, R), 0.0)
+    b_reads_key += tl.where(m_mild, product(b_correct, b_right, R), 0.0)
+    b_right = tl.trans(narrow(b_a * b_inverse, R))
+    b_scores_a += tl.where(m_mild, product(b_read, b_right, R), 0.0)
+    b_reads_a += tl.where(m_mild, product(b_correct, b_right, R), 0.0)
+    if tl.sum(tl.sum(m_mild.to(tl.int32), axis=1), axis=0) < CHUNK:
+        m_same = (o_row[:, None] == o_row[None, :]) & (m_mild == 0)
         b_scores_key += tl.where(m_same, tl.sum(b_query * b_key, axis=1)[:, None], 0.0)
         b_scores_a += tl.where(m_same, tl.sum(b_query * b_a, axis=1)[:, None], 0.0)
         for i_level in range(LEVELS):
             b_factor = level_decays(b_log, i_level, CHUNK, R)
-            m_pairs = level_pairs(i_level, CHUNK, False)
+            m_pairs = level_pairs(i_level, CHUNK, False) & (m_mild == 0)
             b_read = narrow(b_query * b_factor, R)
             b_correct = narrow(b_b * level_decays_before(b_log, i_level, CHUNK, R), R)
             b_right = tl.trans(narrow(b_key * b_factor, R))
@@ -90,17 +86,20 @@ def through_scores(
 ):  # fmt: skip
     """Add to the gradients of a block of channels what those of `add_scores` give; they are 0 where there is no pair."""
     o_row = tl.arange(0, CHUNK)
-    b_middle, b_before, mild = mild_factors(b_log, b_up_to, CHUNK, R)
-    if mild:
-        b_read, b_correct = tl.exp2(b_middle), tl.exp2(b_before)
-        b_inverse = tl.exp2(-b_middle)
-        b_left_key, b_left_a = narrow(b_key * b_inverse, R), narrow(b_a * b_inverse, R)
-        b_d_query += b_read * (product(b_d_scores_key, b_left_key, R) + product(b_d_scores_a, b_left_a, R))
-        b_d_b += b_correct * (product(b_d_reads_key, b_left_key, R) + product(b_d_reads_a, b_left_a, R))
-        b_left, b_right = narrow(b_query * b_read, R), narrow(b_b * b_correct, R)
-        b_d_key += b_inverse * (product(tl.trans(b_d_scores_key), b_left, R) + product(tl.trans(b_d_reads_key), b_right, R))
-        b_d_a += b_inverse * (product(tl.trans(b_d_scores_a), b_left, R) + product(tl.trans(b_d_reads_a), b_right, R))
-    else:
+    b_start, b_before, m_mild = mild_factors(b_log, b_up_to)
+    b_read, b_correct = tl.exp2(b_start), tl.exp2(b_before)
+    b_inverse = tl.exp2(-b_start)
+    b_left_key, b_left_a = narrow(b_key * b_inverse, R), narrow(b_a * b_inverse, R)
+    b_pairs_key, b_pairs_a = tl.where(m_mild, b_d_scores_key, 0.0), tl.where(m_mild, b_d_scores_a, 0.0)
+    b_reads_key, b_reads_a = tl.where(m_mild, b_d_reads_key, 0.0), tl.where(m_mild, b_d_reads_a, 0.0)
+    b_d_query += b_read * (product(b_pairs_key, b_left_key, R) + product(b_pairs_a, b_left_a, R))
+    b_d_b += b_correct * (product(b_reads_key, b_left_key, R) + product(b_reads_a, b_left_a, R))
+    b_left, b_right = narrow(b_query * b_read, R), narrow(b_b * b_correct, R)
+    b_d_key += b_inverse * (product(tl.trans(b_pairs_key), b_left, R) + product(tl.trans(b_reads_key), b_right, R))
+    b_d_a += b_inverse * (product(tl.trans(b_pairs_a), b_left, R) + product(tl.trans(b_reads_a), b_right, R))
+    if tl.sum(tl.sum(m_mild.to(tl.int32), axis=1), axis=0) < CHUNK:
+        b_d_scores_key, b_d_scores_a = (b_d_scores_key - b_pairs_key), (b_d_scores_a - b_pairs_a)
+        b_d_reads_key, b_d_reads_a = (b_d_reads_key - b_reads_key), (b_d_reads_a - b_reads_a)
         m_same = o_row[:, None] == o_row[None, :]
         b_same_key = tl.sum(tl.where(m_same, b_d_scores_key.to(tl.float32), 0.0), axis=1)[:, None]
         b_same_a = tl.sum(tl.where(m_same, b_d_scores_a.to(tl.float32), 0.0), axis=1)[:, None]

@@ -2,7 +2,9 @@
 
 Each query and key stands in products with a decay: `exp(sum up to its token)` where it reads, one by that where a key is written.
 So the gradient of the sum of log decays up to a token is `query . d_query + key . (d_read_key - d_write_key)`, and that of one log
-decay is the sum of these from its token on.
+decay is the sum of these from its token on. What differs are pairs within the chunk, whose factors are rounded alike and cancel;
+what the chunk writes for later ones is summed over the tokens before the decay instead, and what is before the chunk for what is
+after it stands apart, so that none is a difference of sums that were rounded apart.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -11,7 +13,7 @@ decay is the sum of these from its token on.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.delta_rule.prepare import channel_sums, middle_exponents
+from ejkernel_triton.delta_rule.prepare import channel_sums
 from ejkernel_triton.delta_rule.tiles import (
     COARSE,
     FINE,
@@ -31,11 +33,11 @@ from ejkernel_triton.delta_rule.tiles import (
     total_of,
 )
 from ejkernel_triton.linear_recurrence.tiles import (
-    MAX_MIDDLE_EXPONENT,
     MIN_LOG,
     level_decays,
     level_pairs,
     load_tile,
+    mild_exponents,
     row_of,
     select_sums,
     store_tile,
@@ -148,18 +150,23 @@ def gradient_kernel(
             b_d_read *= b_factor * -b_key_length[:, None]
             b_d_write *= tl.exp2(b_after) * (b_beta * b_key_length)[:, None]
             b_last *= tl.sum(tl.where((o_row == CHUNK - 1)[:, None], b_factor, 0.0), axis=0)
-            b_last += tl.sum(b_key.to(tl.float32) * b_d_write, axis=0)
-            b_middle, most = middle_exponents(b_log, b_up_to, CHUNK, R)
-            if most < MAX_MIDDLE_EXPONENT:
-                b_factor, b_inverse = tl.exp2(b_middle), tl.exp2(-b_middle)
-                b_right = narrow(b_unit_key * b_inverse, R)
-                b_d_query += b_factor * product(b_d_scores, b_right, R) * b_query_power[:, None]
-                b_d_read += b_factor * product(b_d_keys, b_right, R) * b_key_power[:, None]
-                b_written = product(tl.trans(b_d_scores), b_unit_query * b_factor, R)
-                b_written += product(tl.trans(b_d_keys), b_unit_key * b_factor, R)
-                b_d_write += b_inverse * b_written * b_key_power[:, None]
-            else:
+            b_written_log = b_key.to(tl.float32) * b_d_write
+            b_read_log = b_query.to(tl.float32) * b_d_query + b_key.to(tl.float32) * b_d_read
+            b_start, m_mild = mild_exponents(b_up_to)
+            b_factor, b_inverse = tl.exp2(b_start), tl.exp2(-b_start)
+            b_left, b_right = narrow(b_unit_query * b_factor, R), narrow(b_unit_key * b_inverse, R)
+            b_left_key = narrow(b_unit_key * b_factor, R)
+            b_scores, b_keys = tl.where(m_mild[:, None], b_d_scores, 0.0), tl.where(m_mild[:, None], b_d_keys, 0.0)
+            b_pairs, b_key_pairs = product(b_scores, b_right, R), product(b_keys, b_right, R)
+            b_written = product(tl.trans(b_scores), b_left, R) + product(tl.trans(b_keys), b_left_key, R)
+            b_d_query += b_factor * b_pairs * b_query_power[:, None]
+            b_d_read += b_factor * b_key_pairs * b_key_power[:, None]
+            b_d_write += b_inverse * b_written * b_key_power[:, None]
+            b_read_log += b_left * b_pairs + b_left_key * b_key_pairs - b_right * b_written
+            if tl.sum(m_mild.to(tl.int32), axis=0) < CHUNK:
                 b_strong = log_tile(p_decay, i_token, i_head, i_row, rows, BLOCK_K, CHUNK, WHOLE, R)
+                b_d_scores = tl.where(m_mild[:, None], 0.0, b_d_scores)
+                b_d_keys = tl.where(m_mild[:, None], 0.0, b_d_keys)
                 m_same = o_row[:, None] == o_row[None, :]
                 b_same = tl.sum(tl.where(m_same, b_d_scores.to(tl.float32), 0.0), axis=1)[:, None]
                 b_d_query += b_same * b_unit_key * b_query_power[:, None]
@@ -169,12 +176,13 @@ def gradient_kernel(
                     m_pairs = level_pairs(i_level, CHUNK, False)
                     b_scores = tl.where(m_pairs, b_d_scores, 0.0)
                     b_keys = tl.where(m_pairs, b_d_keys, 0.0)
-                    b_right = narrow(b_unit_key * b_factor, R)
-                    b_d_query += b_factor * product(b_scores, b_right, R) * b_query_power[:, None]
-                    b_d_read += b_factor * product(b_keys, b_right, R) * b_key_power[:, None]
-                    b_written = product(tl.trans(b_scores), b_unit_query * b_factor, R)
-                    b_written += product(tl.trans(b_keys), b_right, R)
+                    b_left, b_right = narrow(b_unit_query * b_factor, R), narrow(b_unit_key * b_factor, R)
+                    b_pairs, b_key_pairs = product(b_scores, b_right, R), product(b_keys, b_right, R)
+                    b_written = product(tl.trans(b_scores), b_left, R) + product(tl.trans(b_keys), b_right, R)
+                    b_d_query += b_factor * b_pairs * b_query_power[:, None]
+                    b_d_read += b_factor * b_key_pairs * b_key_power[:, None]
                     b_d_write += b_factor * b_written * b_key_power[:, None]
+                    b_read_log += b_left * b_pairs + b_right * (b_key_pairs - b_written)
         else:
             b_d_query *= tl.load(numbers_of(p_rows, i_square, READ_QUERY, CHUNK))[:, None]
             b_d_read *= -tl.load(numbers_of(p_rows, i_square, READ_KEY, CHUNK))[:, None]
@@ -199,8 +207,8 @@ def gradient_kernel(
             tl.store(row_of(p_d_decay, i_part, i_head, R.heads, CHUNK, R), b_d_log, mask=o_row < rows)
         if R.decay == "channel":
             b_later = tl.where(o_row[:, None] <= o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
-            b_d_log = b_query * b_d_query + b_key * (b_d_read - b_d_write)
-            b_d_log = select_sums(b_later, b_d_log, False) + b_last[None, :]
+            b_earlier = tl.where(o_row[:, None] > o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
+            b_d_log = select_sums(b_later, b_read_log, False) + select_sums(b_earlier, b_written_log, False) + b_last[None, :]
             b_again = log_tile(p_decay, i_token, i_head, i_row, rows, BLOCK_K, CHUNK, WHOLE, R)
             b_d_log = tl.where(b_again > MIN_LOG, b_d_log, 0.0)
             store_tile(p_d_decay, b_d_log, i_token, i_head, i_row, rows, R.heads, R.width, BLOCK_K, CHUNK, WHOLE, R)

@@ -34,10 +34,10 @@ from ejkernel_triton.delta_rule.tiles import (
 )
 from ejkernel_triton.linear_recurrence.tiles import (
     LOG2_E,
-    MAX_MIDDLE_EXPONENT,
     level_decays,
     level_pairs,
     load_tile,
+    mild_exponents,
     select_sums,
     store_tile,
 )
@@ -165,22 +165,6 @@ def channel_sums(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def middle_exponents(b_log, b_up_to, CHUNK: tl.constexpr, R: tl.constexpr):
-    """Exponents of the decays from the middle of a chunk to each token, positive before it, and the largest size of one."""
-    o_row = tl.arange(0, CHUNK)
-    HALF: tl.constexpr = CHUNK // 2
-    if R.bfloat16:
-        b_middle = tl.sum(tl.where((o_row == HALF - 1)[:, None], b_up_to, 0.0), axis=0)
-        b_middle = b_up_to - b_middle[None, :]
-    else:
-        m_after = (o_row[None, :] >= HALF) & (o_row[None, :] <= o_row[:, None])
-        m_before = (o_row[None, :] < HALF) & (o_row[None, :] > o_row[:, None])
-        b_matrix = tl.where(m_after, 1.0, tl.where(m_before, -1.0, 0.0)).to(tl.bfloat16)
-        b_middle = select_sums(b_matrix, b_log, R.exact_logs) * LOG2_E
-    return b_middle, tl.max(tl.max(tl.abs(b_middle), axis=1), axis=0)
-
-
-@triton.jit
 def prepare_channels_kernel(
     p_query,
     p_key,
@@ -237,18 +221,18 @@ def prepare_channels_kernel(
             o_column = i_row + tl.arange(0, BLOCK_K)
             p_total = p_totals + i_square.to(tl.int64) * R.width + o_column
             tl.store(p_total, tl.sum(b_log, axis=0) * LOG2_E, mask=o_column < R.width)
-            b_middle, most = middle_exponents(b_log, b_up_to, CHUNK, R)
-            if most < MAX_MIDDLE_EXPONENT:
-                b_factor = tl.exp2(b_middle)
-                b_right = narrow(b_key * tl.exp2(-b_middle), R)
-                b_keys += product(b_key * b_factor, tl.trans(b_right), R)
-                b_scores += product(b_query * b_factor, tl.trans(b_right), R)
-            else:
+            b_start, m_mild = mild_exponents(b_up_to)
+            b_factor = tl.exp2(b_start)
+            b_right = narrow(b_key * tl.exp2(-b_start), R)
+            b_keys += tl.where(m_mild[:, None], product(b_key * b_factor, tl.trans(b_right), R), 0.0)
+            b_scores += tl.where(m_mild[:, None], product(b_query * b_factor, tl.trans(b_right), R), 0.0)
+            if tl.sum(m_mild.to(tl.int32), axis=0) < CHUNK:
+                m_strong = (m_mild == 0)[:, None]
                 b_pairs = product(b_query, tl.trans(b_key), R)
-                b_scores += tl.where(o_row[:, None] == o_row[None, :], b_pairs, 0.0)
+                b_scores += tl.where((o_row[:, None] == o_row[None, :]) & m_strong, b_pairs, 0.0)
                 for i_level in range(LEVELS):
                     b_factor = level_decays(b_log, i_level, CHUNK, R)
-                    m_pairs = level_pairs(i_level, CHUNK, False)
+                    m_pairs = level_pairs(i_level, CHUNK, False) & m_strong
                     b_right = narrow(b_key * b_factor, R)
                     b_keys += tl.where(m_pairs, product(b_right, tl.trans(b_right), R), 0.0)
                     b_scores += tl.where(m_pairs, product(b_query * b_factor, tl.trans(b_right), R), 0.0)

@@ -1,7 +1,7 @@
 """Device functions of the delta rule: chunks of tokens, their decays, the inverse of a triangular matrix. `R` is a `rules.Params`.
 
 Exponents are sums of log decays, never positive: a strong decay costs the weak ones beside it no precision. The one exception are
-mild decays per channel, see `linear_recurrence.tiles.MAX_MIDDLE_EXPONENT`. Exponents are powers of two.
+mild decays per channel, see `linear_recurrence.tiles.MAX_START_EXPONENT`. Exponents are powers of two.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false

@@ -238,8 +238,7 @@ def backward_heuristic(call: LinearRecurrenceCall, target: Target) -> Config:
 
 
 def _backward_segments(call: LinearRecurrenceCall) -> tuple[int, ...]:
-    """The gradient of a token's decay is a sum over the rest of its segment; rounding errors grow with the square root of its
-    length."""
+    """Shorter where decays vary over tokens: chosen when their gradients were sums over the rest of a segment."""
     return (128, 256, 512) if call.g is not None or call.gk is not None else (512, 1024)
 
 

@@ -2,8 +2,8 @@
 
 For scalar decays, where heads share queries and keys as in Mamba-2. A program holds queries and keys of a chunk and runs heads one
 after the other; the gradients that they share are summed in its registers. Those of scores are summed over heads before they are
-multiplied by keys and queries. The gradient of log decay s is computed as in `fused_chunk`, from every token's `query . d_query -
-key . d_key`. A chunk lies in one sequence: packed ones have a table of chunks, those of tokens outside of every sequence included.
+multiplied by keys and queries. Gradients of log decays have the terms of `fused_chunk`. A chunk lies in one sequence: packed ones
+have a table of chunks, those of tokens outside of every sequence included.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -35,7 +35,6 @@ def chunk_states_kernel(
     p_gamma,
     p_initial,
     p_others,
-    p_end,
     p_chunk,
     chunks,
     p_bounds,
@@ -46,7 +45,7 @@ def chunk_states_kernel(
     sequences,
     p_before,
     p_final,
-    p_carry,
+    p_around,
     R: tl.constexpr,
     CHUNK: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -55,7 +54,7 @@ def chunk_states_kernel(
     FULL_CHUNKS: tl.constexpr,
     INITIAL: tl.constexpr,
     WHOLE: tl.constexpr,
-    CARRIES: tl.constexpr,
+    AROUND: tl.constexpr,
 ):
     """The states before all chunks `[b, chunks, H, d, v]`, rounded, and after sequences with tokens `[b, n, H, d, v]`. Backward in
     time, "before" means later.
@@ -63,9 +62,8 @@ def chunk_states_kernel(
     One program computes BLOCK_K rows and BLOCK_V columns of one head's states in a segment. BLOCK_K divides the rows or holds all.
     p_chunk: the first chunk of each sequence. INITIAL: p_initial has the states before segments, or, if WHOLE, before sequences,
     each of which is a segment.
-    CARRIES: where R.back, the state times its gradient `[b, chunks, H, programs]`, at every so many chunks of the table, and at
-    the last one of each sequence. Of the states, `p_others` has those before every so many chunks, `[b, carries, H, d, v]`, and
-    `p_end` those after sequences.
+    AROUND: where R.back, also what pairs of tokens around each chunk give to the gradients of its log decays, `[b, chunks, H,
+    programs]`: the state before it, from p_others, times the gradient of that after it.
     """
     ROWS: tl.constexpr = (R.width + BLOCK_K - 1) // BLOCK_K
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
@@ -114,19 +112,12 @@ def chunk_states_kernel(
             p_before + i_row * R.channels, i_batch * chunks + i_chunk, i_head, i_column, R, BLOCK_K, BLOCK_V
         )
         tl.store(p_tile, b_state.to(p_before.dtype.element_ty), mask=m_tile)
-        if CARRIES > 0:
-            i_later = i_chunk + 1
-            ends = last & (i_local + 1 == steps)
-            if (i_later % CARRIES == 0) | ends:
-                i_other = i_batch * tl.cdiv(chunks, CARRIES) + i_later // CARRIES
-                p_other, m_other = state_of(p_others + i_row * R.channels, i_other, i_head, i_column, R, BLOCK_K, BLOCK_V)
-                b_other = tl.load(p_other, mask=m_other & (ends == 0), other=0.0).to(tl.float32)
-                if INITIAL:
-                    p_last, m_last = state_of(p_end + i_row * R.channels, i_end, i_head, i_column, R, BLOCK_K, BLOCK_V)
-                    b_other += tl.load(p_last, mask=m_last & ends, other=0.0)
-                i_carry = (i_batch * chunks + i_chunk) * R.heads + i_head
-                i_carry = i_carry * (ROWS * BLOCKS) + tl.program_id(0) % (ROWS * BLOCKS)
-                tl.store(p_carry + i_carry, tl.sum(tl.sum(b_other * b_state, axis=1), axis=0))
+        if AROUND:
+            i_around = i_batch * chunks + i_chunk
+            p_other, m_other = state_of(p_others + i_row * R.channels, i_around, i_head, i_column, R, BLOCK_K, BLOCK_V)
+            around = tl.sum(tl.sum(tl.load(p_other, mask=m_other, other=0.0) * b_state, axis=1), axis=0)
+            p_around_chunk = p_around + (i_around.to(tl.int64) * R.heads + i_head) * (ROWS * BLOCKS)
+            tl.store(p_around_chunk + tl.program_id(0) % (ROWS * BLOCKS), around * tl.exp2(hi))
         b_weighted = (b_value * (b_update * R.update_scale)[:, None]).to(b_key.dtype)
         b_state *= tl.exp2(hi)
         b_state = tl.dot(tl.trans(b_key), b_weighted, b_state)
@@ -279,9 +270,10 @@ def key_gradients_kernel(
 ):
     """The gradients of value and key, and of query, whose part that comes from states is p_from_states.
 
-    p_after: the gradients of the states after all chunks. p_log: `query . d_query - key . d_key`, less the part of the states
-    before the chunk. Scores are computed anew for every head: registers do not hold them beside the sums. Shapes as in
-    `query_gradients_kernel`; of the gradients of factors, p_d_scale `[blocks, b, t, H]` and p_d_skip `[blocks, b, chunks, H]`.
+    p_after: the gradients of the states after all chunks. p_log `[2, blocks, b, chunks, H, CHUNK]`: `query . d_query - key . d_key`
+    of pairs in the chunk, then `key . d_key` of what later chunks read. Scores are computed anew for every head: registers do not
+    hold them beside the sums. Shapes as in `query_gradients_kernel`; of the gradients of factors, p_d_scale `[blocks, b, t, H]` and
+    p_d_skip `[blocks, b, chunks, H]`.
     """
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
     PARTS: tl.constexpr = R.heads * BLOCKS // MEMBERS
@@ -343,11 +335,12 @@ def key_gradients_kernel(
             p_row = row_of(p_d_scale, i_block * batch.to(tl.int64) * length + i_token, i_head, R.heads, CHUNK, R)
             tl.store(p_row, b_d_scale + b_product * b_update, mask=o_row < stored)
             b_d_value *= b_weight[:, None]
-            b_log -= b_product * b_weight
+            b_later = b_product * b_weight
         else:
             b_d_value *= b_update[:, None]
-            b_log -= tl.sum(b_d_value * b_value, axis=1)
+            b_later = tl.sum(b_d_value * b_value, axis=1)
         tl.store(p_log + o_log, b_log)
+        tl.store(p_log + (BLOCKS * batch).to(tl.int64) * chunks * (R.heads * CHUNK) + o_log, b_later)
         b_d_value = tl.dot(b_weighted, b_d_out, b_d_value)
         store_tile(p_d_value, b_d_value, i_token, i_head, i_column, stored, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
 
@@ -365,7 +358,7 @@ def key_gradients_kernel(
 def log_gradients_kernel(
     p_from_states,
     p_rest,
-    p_carry,
+    p_around,
     p_bounds,
     p_first,
     p_sequence,
@@ -375,50 +368,40 @@ def log_gradients_kernel(
     p_d_log,
     R: tl.constexpr,
     CHUNK: tl.constexpr,
-    GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    CARRIES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):
-    """The gradients of log decays `[b, t, H]`: sums of both logs over the rest of a sequence's chunks in a group of so many, and
-    what is carried from their end.
+    """The gradients of log decays `[b, t, H]` of a chunk: sums of `query . d_query` from each token on, of `key . d_key` before it,
+    and what pairs around the chunk give.
 
-    BLOCKS: of the logs. CARRIES: programs that computed a carry.
+    BLOCKS: of the logs. PROGRAMS: that computed what is around.
     """
     PARTS: tl.constexpr = (R.heads + HEADS - 1) // HEADS
-    groups = tl.cdiv(chunks, GROUP)
-    i_group = tl.program_id(0) // PARTS % groups
-    i_batch = tl.program_id(0) // PARTS // groups
-    batch = tl.num_programs(0) // PARTS // groups
-    i_head = tl.program_id(0) % PARTS * HEADS + tl.arange(0, HEADS)
+    i_part, i_batch, i_chunk, i_token, count, rows = chunk_of(
+        p_bounds, p_first, p_sequence, length, chunks, sequences, PARTS, CHUNK, R
+    )
+    batch = tl.num_programs(0) // PARTS // chunks
+    i_head = i_part * HEADS + tl.arange(0, HEADS)
     o_row = tl.arange(0, CHUNK)
-    b_carry = tl.zeros([HEADS], tl.float32)
-    for i_step in tl.static_range(GROUP):
-        i_wanted = (i_group + 1) * GROUP - 1 - i_step
-        i_chunk = tl.minimum(i_wanted, chunks - 1)
-        _, i_token, count, valid, last, _ = segment_of(
-            p_bounds, p_first, p_sequence, i_batch, i_chunk, length, chunks, sequences, R, CHUNK
-        )
-        count = tl.where(i_wanted < chunks, count, 0)
-        m_log = (o_row < count)[:, None] & (i_head < R.heads)[None, :]
-        i_row = i_batch * chunks + i_chunk
-        b_log = tl.zeros([CHUNK, HEADS], tl.float32)
-        for i_block in tl.static_range(BLOCKS):
-            i_log = (i_block * batch).to(tl.int64) * chunks + i_row
-            o_log = (i_log * R.heads + i_head[None, :]) * CHUNK + o_row[:, None]
-            b_log += tl.load(p_from_states + o_log, mask=m_log, other=0.0)
-            b_log += tl.load(p_rest + o_log, mask=m_log, other=0.0)
-        ends = last | (i_step == 0)
-        b_end = tl.zeros([HEADS], tl.float32)
-        for i_carry in tl.static_range(CARRIES):
-            o_carry = (i_row * R.heads + i_head) * CARRIES + i_carry
-            b_end += tl.load(p_carry + o_carry, mask=(i_head < R.heads) & ends & valid & (count > 0), other=0.0)
-        b_carry = tl.where(ends, b_end, b_carry)
-        b_d_log = tl.cumsum(b_log, axis=0, reverse=True) + b_carry[None, :]
-        b_carry += tl.sum(b_log, axis=0)
-        if R.reverse:
-            o_token = i_token - o_row
-        else:
-            o_token = i_token + o_row
-        o_log = (i_batch.to(tl.int64) * length + o_token)[:, None] * R.heads + i_head[None, :]
-        tl.store(p_d_log + o_log, b_d_log, mask=m_log)
+    m_log = (o_row < count)[:, None] & (i_head < R.heads)[None, :]
+    i_row = i_batch * chunks + i_chunk
+    b_log = tl.zeros([CHUNK, HEADS], tl.float32)
+    b_later = tl.zeros([CHUNK, HEADS], tl.float32)
+    for i_block in tl.static_range(BLOCKS):
+        i_log = (i_block * batch).to(tl.int64) * chunks + i_row
+        o_log = (i_log * R.heads + i_head[None, :]) * CHUNK + o_row[:, None]
+        b_log += tl.load(p_from_states + o_log, mask=m_log, other=0.0)
+        b_log += tl.load(p_rest + o_log, mask=m_log, other=0.0)
+        o_log += (BLOCKS * batch).to(tl.int64) * chunks * (R.heads * CHUNK)
+        b_later += tl.load(p_rest + o_log, mask=m_log, other=0.0)
+    b_around = tl.zeros([HEADS], tl.float32)
+    for i_program in tl.static_range(PROGRAMS):
+        o_around = (i_row.to(tl.int64) * R.heads + i_head) * PROGRAMS + i_program
+        b_around += tl.load(p_around + o_around, mask=(i_head < R.heads) & (rows > 0), other=0.0)
+    b_d_log = tl.cumsum(b_log, axis=0, reverse=True) + (tl.cumsum(b_later, axis=0) - b_later) + b_around[None, :]
+    if R.reverse:
+        o_token = i_token - o_row
+    else:
+        o_token = i_token + o_row
+    tl.store(p_d_log + o_token[:, None] * R.heads + i_head[None, :], b_d_log, mask=m_log)

@@ -1,14 +1,16 @@
 """The chunked recurrence kernels: outputs, and gradients, which are outputs of recurrences over the same tokens.
 
-Within a chunk, MMAs compute the scores of token pairs. Scalar decays weight the scores. Decays per channel are factored at a
-token between the pair. If all decays from the middle of the chunk are mild, that token is the middle for every pair, and one
-MMA computes all scores. Otherwise pairs on either side of the middle of a block of 2, 4, 8 ... tokens are split there: one MMA
-of whole tiles per block size, without positive exponents (cf. Yang et al., Gated Linear Attention Transformers with
-Hardware-Efficient Training, 2023, section 4.3).
+Within a chunk, MMAs compute the scores of token pairs. Scalar decays weight the scores. Decays per channel are factored at some
+token. Where those from the start of the chunk up to the query are mild, that token is the start, and one MMA computes all scores.
+Other pairs, on either side of the middle of a block of 2, 4, 8 ... tokens, are split there: one MMA of whole tiles per block size,
+without positive exponents (cf. Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2023, section
+4.3). Which it is depends on nothing that comes later.
 
-Gradients of decays: that of log decay s is the sum over pairs j < s <= i of tokens. It equals the sum of `query . d_query - key
-. d_key` over the tokens from s to the end of the segment, plus the state at that end times its gradient. Sums stop at
-segment ends, which bounds rounding errors. Pairs within a chunk have the same rounded scores in both terms and cancel.
+Gradients of decays: that of log decay s is the sum over pairs j < s <= i of tokens. Pairs around the chunk of s are the state
+before it times the gradient of the state after it, pairs of tokens before s with later chunks their `key . d_key`, pairs of s and
+tokens after it with earlier chunks their `query . d_query`. None is a difference of sums that were rounded apart, of which strong
+decays would leave the rounding alone. The one difference is that of pairs within the chunk, `query . d_query - key . d_key` from s
+on: both have the same rounded factors and cancel.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -19,7 +21,6 @@ import triton.language as tl
 
 from ejkernel_triton.linear_recurrence.tiles import (
     LOG2_E,
-    MAX_MIDDLE_EXPONENT,
     dot,
     edge_decays,
     hi_plus_lo,
@@ -28,13 +29,13 @@ from ejkernel_triton.linear_recurrence.tiles import (
     load_scales,
     load_tile,
     log_tile,
-    middle_logs,
     prefix_decays,
     row_of,
     scalar_logs,
     segment_of,
     select_sums,
     skip_of,
+    start_logs,
     state_of,
     store_tile,
     suffix_decays,
@@ -42,17 +43,52 @@ from ejkernel_triton.linear_recurrence.tiles import (
     weighted_scores,
 )
 
+MIN_AROUND = tl.constexpr(-60.0)
+"""Exponent of a chunk's decay from which on pairs of tokens around it count, in powers of two."""
+
 
 @triton.jit
-def add_levels(b_out, b_scores, b_value, b_log, CHUNK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr):
-    """Accumulate values weighted by scores and decays per value channel; pairs are split at the middle of blocks of each size."""
+def add_levels(b_out, b_near, b_scores, b_value, b_own, b_log, CHUNK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr):
+    """Accumulate values weighted by scores and decays per value channel, and own times them, its decays rounded like those of
+    values; pairs are split at the middle of blocks of each size."""
     o_row = tl.arange(0, CHUNK)
-    b_out += tl.sum(tl.where(o_row[:, None] == o_row[None, :], b_scores, 0.0), axis=1)[:, None] * b_value
+    b_pairs = tl.sum(tl.where(o_row[:, None] == o_row[None, :], b_scores, 0.0), axis=1)[:, None] * b_value
+    b_out += b_pairs
+    b_near += b_own * b_pairs
     for i_level in range(LEVELS):
         b_decay = level_decays(b_log, i_level, CHUNK, R)
         b_pairs = tl.where(level_pairs(i_level, CHUNK, R.back), b_scores, 0.0)
-        b_out += b_decay * dot(b_pairs, (b_value * b_decay).to(b_value.dtype), R)
-    return b_out
+        b_pairs = dot(b_pairs, (b_value * b_decay).to(b_value.dtype), R)
+        b_out += b_decay * b_pairs
+        b_near += (b_own * b_decay).to(b_own.dtype) * b_pairs
+    return b_out, b_near
+
+
+@triton.jit
+def add_pairs(b_out, b_scores, b_value, b_own, b_log, CHUNK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr):
+    """The same, split at the start of the chunk for queries whose decays are mild."""
+    b_near = tl.zeros_like(b_out)
+    if R.wide:
+        b_out, b_near = add_levels(b_out, b_near, b_scores, b_value, b_own, b_log, CHUNK, LEVELS, R)
+    else:
+        b_start, m_mild = start_logs(b_log, CHUNK, R)
+        o_row = tl.arange(0, CHUNK)
+        if R.back:
+            b_start = -b_start
+            m_seen = o_row[:, None] <= o_row[None, :]
+            m_split = m_seen & m_mild[None, :]
+        else:
+            m_seen = o_row[:, None] >= o_row[None, :]
+            m_split = m_seen & m_mild[:, None]
+        b_far = (b_value * tl.exp2(-b_start)).to(b_value.dtype)
+        b_pairs = dot(tl.where(m_split, b_scores, 0.0), b_far, R)
+        b_start = tl.exp2(b_start)
+        b_out += b_start * b_pairs
+        b_near += (b_own * b_start).to(b_own.dtype) * b_pairs
+        if tl.sum(m_mild.to(tl.int32), axis=0) < CHUNK:
+            b_scores = tl.where(m_split, 0.0, b_scores)
+            b_out, b_near = add_levels(b_out, b_near, b_scores, b_value, b_own, b_log, CHUNK, LEVELS, R)
+    return b_out, b_near
 
 
 @triton.jit
@@ -86,8 +122,7 @@ def fused_chunk_kernel(
     p_before,
     p_own,
     p_partner,
-    p_after,
-    p_final,
+    p_states,
     p_bounds,
     p_first,
     p_sequence,
@@ -97,6 +132,7 @@ def fused_chunk_kernel(
     p_out,
     p_last,
     p_log,
+    p_kept,
     R: tl.constexpr,
     CHUNK: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -108,14 +144,13 @@ def fused_chunk_kernel(
     LAST: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     LOG: tl.constexpr,
-    FINAL: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):
     """Outputs of a segment's tokens.
 
     BEFORE: there are states before the segments. LAST: the states after sequences that have tokens are wanted.
-    LOG: 1 writes own . out, of every channel or summed; 2 takes that of the other gradient and writes the gradient of the decays.
-    FINAL: the state at the end of a sequence has a gradient, and lies in p_final.
+    LOG: 1 writes own . out, of every channel or summed, to p_log, and the states before all chunks to p_kept; 2 takes both, as
+    p_partner and p_states, and writes the gradient of the decays.
     MEMBERS: heads that a program runs one after the other, and whose outputs it sums in p_out, float32 if there are several.
     """
     PARTS: tl.constexpr = R.heads // MEMBERS
@@ -140,16 +175,6 @@ def fused_chunk_kernel(
         if BEFORE:
             p_tile, m_tile = state_of(p_before, i_state, i_head, i_column, R, BLOCK_K, BLOCK_V)
             b_state = tl.load(p_tile, mask=m_tile & valid, other=0.0).to(tl.float32)
-        if LOG == 2:
-            p_tile, m_tile = state_of(p_after, i_state + 1, i_head, i_column, R, BLOCK_K, BLOCK_V)
-            b_after = tl.load(p_tile, mask=m_tile & valid & (last == 0), other=0.0)
-            if FINAL:
-                p_tile, m_tile = state_of(p_final, i_batch * sequences + i_sequence, i_head, i_column, R, BLOCK_K, BLOCK_V)
-                b_after += tl.load(p_tile, mask=m_tile & valid & last, other=0.0)
-            b_carry = tl.sum(b_state * b_after, axis=0)  # [BLOCK_V]
-            if R.decay == "scalar":
-                b_carry = tl.sum(b_carry, axis=0)
-
         if R.skip_heads > 0:
             skip = skip_of(p_skip, i_batch, i_head, R)
         if TRANSPOSED:
@@ -165,6 +190,33 @@ def fused_chunk_kernel(
                 i_token = i_first - i_position
             else:
                 i_token = i_first + i_position
+            if LOG > 0:
+                i_kept = i_state * (SEGMENT // CHUNK) + i_position // CHUNK
+            if LOG == 1:
+                p_kept_tile, m_kept = state_of(p_kept, i_kept, i_head, i_column, R, BLOCK_K, BLOCK_V)
+                b_kept = b_state.to(p_kept.dtype.element_ty)
+                if TRANSPOSED:
+                    b_kept = tl.trans(b_kept)
+                tl.store(p_kept_tile, b_kept, mask=m_kept)
+            if R.decay == "scalar":
+                b_hi, b_lo, hi, lo = scalar_logs(
+                    p_hi, p_lo, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, FULL_CHUNKS, R
+                )
+            if LOG == 2:
+                b_around = tl.zeros([BLOCK_V], tl.float32)
+                if R.decay == "scalar":
+                    most = hi
+                else:
+                    b_total = totals_of(p_totals, o_sums + i_position, i_column, rows, CHUNK, R.channels, BLOCK_V)
+                    most = tl.max(b_total, axis=0)
+                if most > MIN_AROUND:
+                    p_kept_tile, m_kept = state_of(p_states, i_kept, i_head, i_column, R, BLOCK_K, BLOCK_V)
+                    b_kept = tl.load(p_kept_tile, mask=m_kept, other=0.0)
+                    if TRANSPOSED:
+                        b_around = tl.sum(b_state * tl.trans(b_kept), axis=1)
+                    else:
+                        b_around = tl.sum(b_state * b_kept, axis=0)
+
             b_query = load_tile(p_query, i_token, i_head, 0, rows, R.query_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
             b_key = load_tile(p_key, i_token, i_head, 0, rows, R.key_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
             b_value = load_tile(
@@ -172,11 +224,11 @@ def fused_chunk_kernel(
             )
             if R.value_scale_heads > 0:
                 b_scale = load_scales(p_scale, i_token, i_head, rows, CHUNK, FULL_CHUNKS, R)
-
-            if R.decay == "scalar":
-                b_hi, b_lo, hi, lo = scalar_logs(
-                    p_hi, p_lo, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, FULL_CHUNKS, R
+            if LOG == 2 or R.decay == "value":
+                b_own = load_tile(
+                    p_own, i_token, i_head, i_column, rows, R.own_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
                 )
+
             if R.decay == "key":
                 b_scores = load_tile(p_scores, i_token, i_head, 0, rows, R.heads, CHUNK, CHUNK, CHUNK, FULL_CHUNKS, R)
                 b_total = totals_of(p_totals, o_sums + i_position, 0, rows, CHUNK, R.width, BLOCK_K)
@@ -195,6 +247,8 @@ def fused_chunk_kernel(
                         b_update *= b_scale
                     b_scores = weighted_scores(b_scores, b_hi, b_lo, CHUNK, R, not R.back)
                     b_out *= (b_read * R.read_scale)[None, :]
+                    if LOG == 2:
+                        b_far = tl.sum(tl.trans(b_own) * b_out, axis=0)
                     b_state *= tl.exp2(hi_plus_lo(hi, lo, R))
                     b_weighted = (b_value * (b_update * R.update_scale)[:, None]).to(b_value.dtype)
                 else:
@@ -219,6 +273,8 @@ def fused_chunk_kernel(
                         b_update *= b_scale
                         b_scores *= b_scale[None, :]
                     b_out *= (b_read * R.read_scale)[:, None]
+                    if LOG == 2:
+                        b_far = tl.sum(b_own * b_out, axis=1)  # [CHUNK]
                     b_out += dot(b_scores, b_value, R)
                     b_state *= tl.exp2(hi_plus_lo(hi, lo, R))
                     b_weighted = (b_value * (b_update * R.update_scale)[:, None]).to(b_value.dtype)
@@ -234,21 +290,8 @@ def fused_chunk_kernel(
                     else:
                         b_read = prefix_decays(b_log, CHUNK, R)
                     b_out *= b_read * R.read_scale
-                    if R.wide:
-                        b_out = add_levels(b_out, b_scores, b_value, b_log, CHUNK, LEVELS, R)
-                    else:
-                        b_middle, most = middle_logs(b_log, CHUNK, R)
-                        if most < MAX_MIDDLE_EXPONENT:
-                            if R.back:
-                                b_middle = -b_middle
-                                m_seen = o_row[:, None] <= o_row[None, :]
-                            else:
-                                m_seen = o_row[:, None] >= o_row[None, :]
-                            b_pairs = tl.where(m_seen, b_scores, 0.0)
-                            b_far = (b_value * tl.exp2(-b_middle)).to(b_value.dtype)
-                            b_out += tl.exp2(b_middle) * dot(b_pairs, b_far, R)
-                        else:
-                            b_out = add_levels(b_out, b_scores, b_value, b_log, CHUNK, LEVELS, R)
+                    b_far = b_own * b_out
+                    b_out, b_near = add_pairs(b_out, b_scores, b_value, b_own, b_log, CHUNK, LEVELS, R)
                     b_state *= tl.exp2(b_total)[None, :]
                 else:
                     if R.read_scale != 1.0:
@@ -271,34 +314,33 @@ def fused_chunk_kernel(
                 b_sum_out += load_tile(p_out, i_token, i_head, i_column, earlier, PARTS, R.channels, BLOCK_V, CHUNK, False, R)
             store_tile(p_out, b_sum_out, i_token, i_head, i_column, stored, PARTS, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
             if LOG > 0:
-                b_own = load_tile(
-                    p_own, i_token, i_head, i_column, rows, R.own_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
-                )
-                b_product = b_own.to(tl.float32) * b_out
                 if R.decay == "scalar":
-                    b_product = tl.sum(b_product, axis=1)  # [CHUNK]
+                    b_own = load_tile(
+                        p_own, i_token, i_head, i_column, rows, R.own_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
+                    )
+                    b_log = tl.sum(b_own * b_out, axis=1)  # [CHUNK]
                     p_row = row_of(p_log, i_block * tokens + i_token, i_head, R.heads, CHUNK, R)
                     if LOG == 2:
                         p_other = row_of(p_partner, i_block * tokens + i_token, i_head, R.heads, CHUNK, R)
-                        b_product = tl.load(p_other, mask=o_row < rows, other=0.0) - b_product
-                        b_sum = tl.sum(b_product, axis=0)
-                        b_product = b_carry + tl.cumsum(b_product, axis=0, reverse=True)
-                        b_carry += b_sum
-                        b_product = tl.where(o_row < rows, b_product, 0.0)
-                    tl.store(p_row, b_product, mask=o_row < stored)
+                        b_log = tl.load(p_other, mask=o_row < rows, other=0.0) - (b_log - b_far)
+                        b_log = tl.cumsum(b_log, axis=0, reverse=True) + (tl.cumsum(b_far, axis=0) - b_far)
+                        b_log += tl.exp2(hi_plus_lo(hi, lo, R)) * tl.sum(b_around, axis=0)
+                        b_log = tl.where(o_row < rows, b_log, 0.0)
+                    tl.store(p_row, b_log, mask=o_row < stored)
                 else:
                     if LOG == 2:
                         b_other = load_tile(
                             p_partner, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
                         )
-                        b_product = b_other - b_product
-                        b_sum = tl.sum(b_product, axis=0)
                         b_later = tl.where(o_row[:, None] <= o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
-                        b_product = b_carry[None, :] + select_sums(b_later, b_product, False)
-                        b_carry += b_sum
-                        b_product = tl.where((o_row < rows)[:, None], b_product, 0.0)
+                        b_before = tl.where(o_row[:, None] > o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
+                        b_log = select_sums(b_later, b_other - b_near, False) + select_sums(b_before, b_far, False)
+                        b_log += (tl.exp2(b_total) * b_around)[None, :]
+                        b_log = tl.where((o_row < rows)[:, None], b_log, 0.0)
+                    else:
+                        b_log = b_far + b_near
                     store_tile(
-                        p_log, b_product, i_token, i_head, i_column, stored, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
+                        p_log, b_log, i_token, i_head, i_column, stored, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
                     )
         if LAST:
             if TRANSPOSED:
@@ -366,12 +408,13 @@ def scores_kernel(
             if R.wide:
                 b_scores = level_scores(b_scores, b_query, b_key, b_log, CHUNK, LEVELS, R)
             else:
-                b_middle, most = middle_logs(b_log, CHUNK, R)
-                if most < MAX_MIDDLE_EXPONENT:
-                    b_left = (b_query * tl.exp2(b_middle)).to(b_query.dtype)
-                    b_right = (b_key * tl.exp2(-b_middle)).to(b_key.dtype)
-                    b_pairs = tl.dot(b_left, tl.trans(b_right), input_precision=R.precision)
-                    b_scores += tl.where(o_row[:, None] >= o_row[None, :], b_pairs, 0.0)
-                else:
-                    b_scores = level_scores(b_scores, b_query, b_key, b_log, CHUNK, LEVELS, R)
+                b_start, m_mild = start_logs(b_log, CHUNK, R)
+                b_left = (b_query * tl.exp2(b_start)).to(b_query.dtype)
+                b_right = (b_key * tl.exp2(-b_start)).to(b_key.dtype)
+                b_pairs = tl.dot(b_left, tl.trans(b_right), input_precision=R.precision)
+                b_scores += tl.where((o_row[:, None] >= o_row[None, :]) & m_mild[:, None], b_pairs, 0.0)
+                if tl.sum(m_mild.to(tl.int32), axis=0) < CHUNK:
+                    b_zero = tl.zeros([CHUNK, CHUNK], tl.float32)
+                    b_levels = level_scores(b_zero, b_query, b_key, b_log, CHUNK, LEVELS, R)
+                    b_scores += tl.where(m_mild[:, None], 0.0, b_levels)
         store_tile(p_scores, b_scores * R.scale, i_token, i_head, 0, rows, R.heads, CHUNK, CHUNK, CHUNK, FULL_CHUNKS, R)

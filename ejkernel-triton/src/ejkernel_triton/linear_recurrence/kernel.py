@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from ejkernel.call import vary_like
@@ -61,8 +60,6 @@ _CHUNK_STATE_ROWS = 64
 """State rows of one program where the states of all chunks are stored."""
 _LEAST_CHUNKS = 8
 """Of a segment, whose states are computed once more."""
-_CARRY_CHUNKS = 4
-"""Gradients of decays are then sums over as many chunks, which bounds their rounding errors."""
 
 
 class _Segments(NamedTuple):
@@ -273,16 +270,17 @@ class _Problem:
         members: int = 1,
     ) -> list[Any]:
         """The outputs `[b, t, H, channels]` of a recurrence, if `last` the states after sequences with tokens `[b, n, H, d, v]`,
-        and what `logs` requests.
+        what `logs` requests, and, of the first gradient, the states before all chunks `[b, chunks, H, d, v]`.
 
         members: neighbouring heads whose outputs are summed, `[b, t, H / members, channels]`.
         """
         query = arrays[0]
-        stand_in = (query, query, query, query)
-        given = stand_in if logs is None else tuple(query if x is None else x for x in logs.arrays)
+        given = tuple(query if x is None else x for x in logs or _Logs(None))
+        log = 0 if logs is None else 1 if logs.partner is None else 2
         shape = (self.batch, self.length, self.heads, params.channels)
         log_shape = (1,) if logs is None else (self.blocks(params), *shape[:3]) if params.decay == "scalar" else shape
         parts = self.heads // members
+        kept = (self.batch, cut.number * (cut.size // self.config.chunk_size), self.heads, *self.state_shape)
         return call_kernel(
             fused_chunk_kernel,
             (
@@ -294,17 +292,22 @@ class _Problem:
                 ((*shape[:2], parts, params.channels), dtype),
                 (self.final_shape if last else (1,), jnp.float32),
                 (log_shape, jnp.float32),
+                (kept if log == 1 else (1,), self.kept_dtype),
             ),
             grid=self.batch * cut.number * parts * self.blocks(params),
             LEVELS=self.levels,
             BEFORE=before is not None,
             LAST=last,
             TRANSPOSED=self.transposes_tiles(params),
-            LOG=0 if logs is None else 1 if logs.partner is None else 2,
-            FINAL=logs is not None and logs.final is not None,
+            LOG=log,
             MEMBERS=members,
             **self.tiles(params, cut, self.config),
         )
+
+    @property
+    def kept_dtype(self) -> Any:
+        """Of the states that gradients of decays take: products of states and their gradients, rounded once, are sums of many."""
+        return jnp.float32 if self.call.query.dtype == "float32" else jnp.bfloat16
 
     def members(self, params: RecurrenceParams, cut: _Segments) -> int:
         """Heads of a group that one program sums: as many as leave the device enough programs."""
@@ -320,34 +323,33 @@ class _Problem:
         initial: Any,
         segments: _Segments,
         whole: bool,
-        others: tuple[Any, Any] | None = None,
+        others: Any = None,
     ) -> list[Any]:
         """The states before all chunks `[b, chunks, H, d, v]` in the dtype of value and after sequences `[b, n, H, d, v]` that have
-        tokens; with `others`, the forward phase's of one of _CARRY_CHUNKS chunks and after sequences, also what is carried between
-        the groups of chunks in which gradients of decays are summed.
+        tokens; with `others`, the forward phase's, also what pairs of tokens around each chunk give to gradients of decays.
 
         segments: one for each program. initial: the states before them, or, if they are `whole` sequences, before sequences."""
         key, value = arrays
         block_k, programs = self.chunk_state_programs(params)
-        carries = (self.batch, cut.number, self.heads, programs)
+        around = (self.batch, cut.number, self.heads, programs)
         tiles: dict[str, Any] = self.chunk_tiles(params) | {"BLOCK_K": block_k, "num_warps": 4}
         return call_kernel(
             chunk_states_kernel,
             (
                 *(key, value, self.scale, *prepared[4:], value if initial is None else initial),
-                *((value, value) if others is None else others),
+                value if others is None else others,
                 *(cut.table[1], cut.number, *self.numbers(segments)),
             ),
             (
                 ((self.batch, cut.number, self.heads, *self.state_shape), value.dtype),
                 (self.final_shape, jnp.float32),
-                ((1,) if others is None else carries, jnp.float32),
+                ((1,) if others is None else around, jnp.float32),
             ),
             grid=self.batch * self.heads * programs * segments.number,
             SEGMENT=segments.size,
             INITIAL=initial is not None,
             WHOLE=whole,
-            CARRIES=0 if others is None else _CARRY_CHUNKS,
+            AROUND=others is not None,
             **tiles,
         )
 
@@ -419,7 +421,7 @@ class _Problem:
                 (sums, dtype(inputs.query, parts)),
                 (sums, dtype(inputs.key, parts)),
                 (channels, dtype(inputs.value, self.heads)),
-                logs,
+                ((2, *logs[0]), jnp.float32),
                 (scales, jnp.float32),
                 (skips, jnp.float32),
             ),
@@ -432,14 +434,13 @@ class _Problem:
             log_gradients_kernel,
             (from_states[1], rest, d_states[2], *self.numbers(cut)),
             (((1, *tokens, self.heads), jnp.float32),),
-            grid=self.batch * -(-cut.number // _CARRY_CHUNKS) * -(-self.heads // heads),
+            grid=self.batch * cut.number * -(-self.heads // heads),
             num_warps=4,
             R=params,
             CHUNK=cut.size,
-            GROUP=_CARRY_CHUNKS,
             HEADS=heads,
             BLOCKS=self.blocks(params),
-            CARRIES=d_states[2].shape[3],
+            PROGRAMS=d_states[2].shape[3],
         )[0]
         return [*gradients, d_scale, d_skip], d_logs
 
@@ -483,17 +484,12 @@ def _members(group: int, programs: int) -> int:
 
 
 class _Logs(NamedTuple):
-    """For the gradients of decays. own: the array whose gradient is computed; partner: own . out of the first gradient; after,
-    final: the states before segments and after sequences, final only if it has a gradient."""
+    """For the gradients of decays. own: the array whose gradient is computed; partner, states: own . out of the first gradient, and
+    the states before all chunks."""
 
     own: Any
     partner: Any = None
-    after: Any = None
-    final: Any = None
-
-    @property
-    def arrays(self) -> tuple[Any, ...]:
-        return tuple(self)
+    states: Any = None
 
 
 def _channel_logs(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) -> Any:
@@ -616,10 +612,7 @@ def backward(
     params = problem.params
     query, key, value = inputs.query, inputs.key, inputs.value
     decaying = params.decay != "none"
-    before, final = problem.states(
-        prepared_params(params), (prepared.update, value), cut, inputs.initial_state, prepared,
-        final=decaying and d_final is not None,
-    )  # fmt: skip
+    before, _ = problem.states(prepared_params(params), (prepared.update, value), cut, inputs.initial_state, prepared)
     to_value = value_gradient_params(prepared_params(params))
     d_after, d_initial = problem.states(
         to_value, (prepared.read, d_out), cut, d_final, prepared, final=inputs.initial_state is not None
@@ -630,21 +623,20 @@ def backward(
         dtype = given.dtype if given.shape[2] == problem.heads else jnp.float32
         return problem.read(params, arrays, cut, prepared, dtype=dtype, members=problem.members(params, cut), **options)
 
-    d_query, _, products = gradient(
+    d_query, _, products, states = gradient(
         query, query_gradient_params(params), (d_out, value, key), update=prepared.update, before=before,
         logs=_Logs(query) if decaying else None,
     )  # fmt: skip
-    logs = _Logs(key, products, before, final if d_final is not None else None)
-    d_key, _, d_logs = gradient(
+    d_key, _, d_logs, _ = gradient(
         key, key_gradient_params(params), (value, d_out, query), update=prepared.read, before=d_after,
-        logs=logs if decaying else None,
+        logs=_Logs(key, products, states) if decaying else None,
     )  # fmt: skip
     d_value = gradient(value, to_value, (prepared.update, prepared.read, d_out), before=d_after)[0]
     return _gradients(problem, (d_query, d_key, d_value), d_logs, d_initial)
 
 
 def _gradients_of_chunks(problem: _Problem, d_out: Any, d_final: Any) -> LinearRecurrenceInputs:
-    """The gradients from the stored states of all chunks, and from those of their gradients, which take the place of the states."""
+    """The gradients from the stored states of all chunks, and from those of their gradients."""
     inputs, chunk = problem.inputs, problem.config.chunk_size
     cut = problem.segments(chunk)
     prepared = problem.prepare(cut)
@@ -657,11 +649,9 @@ def _gradients_of_chunks(problem: _Problem, d_out: Any, d_final: Any) -> LinearR
         first = problem.states(params, keys, segments, first, of_segments)[0]
         d_last = problem.states(to_value, queries, segments, d_last, of_segments)[0]
     options: dict[str, Any] = {"segments": segments, "whole": not segment}
-    before, last, _ = problem.chunk_states(params, keys, cut, prepared, initial=first, **options)
+    before = problem.chunk_states(params, keys, cut, prepared, initial=first, **options)[0]
     from_states = problem.gradients_from_states(d_out, before, cut, prepared)
-    others = before[:, ::_CARRY_CHUNKS], last
-    queries, others, from_states = jax.lax.optimization_barrier((queries, others, from_states))
-    d_states = problem.chunk_states(to_value, queries, cut, prepared, initial=d_last, others=others, **options)
+    d_states = problem.chunk_states(to_value, queries, cut, prepared, initial=d_last, others=before, **options)
     gradients, d_logs = problem.chunk_gradients(d_out, from_states, d_states, cut, prepared)
     return _gradients(problem, gradients, d_logs, problem.after_sequences(cut, d_states[1], d_final))
 

@@ -2,7 +2,7 @@
 
 Each exponent is the sum of the log decays between two tokens, without the rounding of a difference of two long sums: a strong decay
 costs the weak ones beside it no precision, and exponents are not positive where decays are not. The one exception are decays per
-channel that are mild over a whole chunk, see `MAX_MIDDLE_EXPONENT`. Exponents are powers of two.
+channel that are mild up to a token, see `MAX_START_EXPONENT`. Exponents are powers of two.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -13,9 +13,9 @@ import triton.language as tl
 
 MIN_LOG = tl.constexpr(-90.0)
 """Log decays are clipped here, where the decay is 0 in float32; differences of infinities would be NaN."""
-MAX_MIDDLE_EXPONENT = tl.constexpr(24.0)
-"""Largest exponent, in powers of two, between the middle of a chunk and its tokens for which decays are split at the middle:
-factors above 1 stay small enough to keep precision."""
+MAX_START_EXPONENT = tl.constexpr(40.0)
+"""Largest exponent, in powers of two, between the start of a chunk and a token whose decays are split at the start: they and
+their inverses are far from the ends of the range, and in float32 as precise as products."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -297,15 +297,22 @@ def suffix_decays(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def middle_logs(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
-    """Exponents from the middle of a chunk to each token, positive or negative, and their largest magnitude."""
+def start_logs(b_log, CHUNK: tl.constexpr, R: tl.constexpr):
+    """`mild_exponents` of the decays from the start of a chunk to each token."""
     o_row = tl.arange(0, CHUNK)
-    HALF: tl.constexpr = CHUNK // 2
-    b_after = (o_row[None, :] >= HALF) & (o_row[None, :] <= o_row[:, None])
-    b_before = (o_row[None, :] < HALF) & (o_row[None, :] > o_row[:, None])
-    b_matrix = tl.where(b_after, 1.0, tl.where(b_before, -1.0, 0.0)).to(tl.bfloat16)
-    b_middle = select_sums(b_matrix, b_log, R.exact_logs) * LOG2_E
-    return b_middle, tl.max(tl.max(tl.abs(b_middle), axis=1), axis=0)
+    b_matrix = tl.where(o_row[:, None] >= o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
+    return mild_exponents(select_sums(b_matrix, b_log, R.exact_logs) * LOG2_E)
+
+
+@triton.jit
+def mild_exponents(b_start):
+    """Exponents from the start of a chunk, 0 from the first token on at which one is large; the tokens before that.
+
+    Nothing of a token depends on later ones, whose decays must not change its rounding.
+    """
+    b_strong = tl.where(tl.max(tl.abs(b_start), axis=1) < MAX_START_EXPONENT, 0, 1)
+    m_mild = tl.cumsum(b_strong, axis=0) == 0
+    return tl.where(m_mild[:, None], b_start, 0.0), m_mild
 
 
 @triton.jit

@@ -90,16 +90,16 @@ def shift_of(largest: Any) -> Any:
 
 
 def capped(soft_cap: float | None, logits: Any) -> tuple[Any, Any]:
-    """Logits after the soft cap, and its slope; None for 1."""
+    """Logits after the soft cap, which leaves -inf as it is, and its slope; None for 1."""
     if soft_cap is None:
         return logits, None
     bent = jnp.tanh(logits / soft_cap)
-    return soft_cap * bent, 1 - bent * bent
+    return jnp.where(logits == -jnp.inf, logits, soft_cap * bent), 1 - bent * bent
 
 
 def logits_gradient(logits: Any, slope: Any, lse: Any, wanted: Any, kept: Any, d_loss: Any, d_lse: Any, d_sum: Any) -> Any:
     """Of logits `[b, n, block]`, whose target is where `wanted` is; 0 but for those that are `kept`. The others are `[b, n, 1]`."""
-    found = jnp.exp(logits - lse) * (d_loss + d_lse) + d_sum
+    found = jnp.exp(logits - shift_of(lse)) * (d_loss + d_lse) + d_sum
     found = found - jnp.where(wanted, d_loss, 0)
     found = found if slope is None else found * slope
     return jnp.where(kept, found, 0)

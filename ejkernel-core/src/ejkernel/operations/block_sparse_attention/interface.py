@@ -26,6 +26,7 @@ from ejkernel.operations.flash_attention.interface import (
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_shape
+from ejkernel.utils.integers import as_int32
 
 
 class BlockSparseAttentionInputs(NamedTuple):
@@ -231,6 +232,9 @@ class BlockSparseAttention(Operation):
         lists = "b? h n m" if call.per_head_tiles else "b? n m"
         return {**dense, "key_tiles": lists, "full_tiles": lists}
 
+    def time(self, call: BlockSparseAttentionCall) -> Mapping[str, int] | None:
+        return FLASH_ATTENTION.time(as_flash_call(call))
+
     def output_specs(self, call: BlockSparseAttentionCall) -> FlashAttentionOutputs:
         return FLASH_ATTENTION.output_specs(as_flash_call(call))
 
@@ -251,7 +255,7 @@ def _positions(call: FlashAttentionCall, mask_info: Any, query_positions: Any, k
     if offset := getattr(mask_info, "causal_offset", 0):
         query = (jnp.arange(call.query.shape[1])[None] if query is None else query) + offset
     found = {"query_positions": query, "key_positions": key}
-    return {name: jnp.asarray(array).astype(jnp.int32) for name, array in found.items() if array is not None}
+    return {name: as_int32(array) for name, array in found.items() if array is not None}
 
 
 def _lists(key_tiles: Any, full_tiles: Any, sizes: tuple[int, int, int]) -> dict[str, Any]:
@@ -267,7 +271,7 @@ def _lists(key_tiles: Any, full_tiles: Any, sizes: tuple[int, int, int]) -> dict
         check_shape("full_tiles", full_tiles, shape, "the shape of key_tiles")
         if full_tiles.dtype != bool:
             raise wrong_type("full_tiles", f"dtype {full_tiles.dtype}", "bool")
-    return {"key_tiles": jnp.asarray(key_tiles).astype(jnp.int32), "full_tiles": full_tiles}
+    return {"key_tiles": as_int32(key_tiles), "full_tiles": full_tiles}
 
 
 OPERATION = BlockSparseAttention()

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int32
 
@@ -19,6 +18,7 @@ from ejkernel.operations.common.packed import as_bounds, check_bounds, check_pac
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute, check_shape
+from ejkernel.utils.integers import as_int32
 
 
 class CausalConv1dInputs(NamedTuple):
@@ -129,7 +129,7 @@ class CausalConv1d(Operation):
             weight[None],
             None if bias is None else bias[None],
             None if initial_state is None else initial_state[None] if packed else initial_state[:, None],
-            None if segments is None else jnp.asarray(segments, jnp.int32),
+            None if segments is None else as_int32(segments),
             as_bounds(cu_seqlens) if packed else None,
         )
         specs: dict[str, Any] = {name: ArraySpec.of(array) for name, array in named(inputs)}
@@ -164,6 +164,9 @@ class CausalConv1d(Operation):
             "out": "b t c",
             "final_state": "b n m c",
         }
+
+    def time(self, call: CausalConv1dCall) -> Mapping[str, int]:
+        return {"t": 0}
 
     def output_specs(self, call: CausalConv1dCall) -> CausalConv1dOutputs:
         batch, _, channels = call.x.shape

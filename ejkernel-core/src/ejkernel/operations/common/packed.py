@@ -11,6 +11,7 @@ import numpy as np
 
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.utils.checks import check_array
+from ejkernel.utils.integers import as_int32
 
 
 def check_packed(cu_seqlens: Any, name: str, batch: int) -> None:
@@ -26,7 +27,7 @@ def check_packed(cu_seqlens: Any, name: str, batch: int) -> None:
 
 def as_bounds(cu_seqlens: Any) -> Any:
     """cu_seqlens as the canonical int32 `[1, n + 1]`."""
-    return jnp.asarray(cu_seqlens, jnp.int32)[None]
+    return as_int32(cu_seqlens)[None]
 
 
 def check_segments(segments: Any, batch: int, length: int) -> None:
@@ -59,7 +60,7 @@ def taking_part(segments: Any, cu_seqlens: Any, array: Any, name: str) -> Any:
         return None
     if segments is None:
         check_packed(cu_seqlens, name, array.shape[0])
-        return (jnp.arange(array.shape[1], dtype=jnp.int32) < jnp.asarray(cu_seqlens, jnp.int32)[-1])[None]
+        return (jnp.arange(array.shape[1], dtype=jnp.int32) < as_int32(cu_seqlens)[-1])[None]
     if cu_seqlens is not None:
         raise invalid("segments", "an array", "None beside cu_seqlens", remedy="say with one of them where sequences end")
     check_segments(segments, *array.shape[:2])
@@ -74,7 +75,7 @@ def first_tokens(cu_seqlens: Any, length: int) -> tuple[Any, Any]:
     places = jnp.arange(length, dtype=jnp.int32)
     if cu_seqlens is None:
         return jnp.zeros_like(places), places == 0
-    bounds = jnp.asarray(cu_seqlens, jnp.int32)
+    bounds = as_int32(cu_seqlens)
     sequence = jnp.searchsorted(bounds[1:], places, side="right")
     return sequence, places == bounds[sequence]
 
@@ -95,7 +96,7 @@ def edge_tokens(tokens: Any, otherwise: Any, cu_seqlens: Any, *, first: bool = F
         return otherwise
     if cu_seqlens is None:
         return tokens[:, 0 if first else -1]
-    bounds = jnp.asarray(cu_seqlens, jnp.int32)
+    bounds = as_int32(cu_seqlens)
     places = jnp.minimum(bounds[:-1], tokens.shape[1] - 1) if first else jnp.maximum(bounds[1:] - 1, 0)
     filled = (bounds[1:] > bounds[:-1]).reshape(-1, *[1] * (tokens.ndim - 2))
     return jnp.where(filled, tokens[0][places], otherwise)

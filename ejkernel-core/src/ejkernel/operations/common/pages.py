@@ -14,6 +14,7 @@ from jax.core import Tracer
 
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.utils.checks import check_array, check_shape
+from ejkernel.utils.integers import as_int32
 
 INTERLEAVED = "interleaved"
 LAYOUTS: Mapping[str, str] = {
@@ -166,7 +167,7 @@ def canonical_requests(query_start_loc: Any, kv_lens: Any, block_tables: Any) ->
         raise invalid("query_start_loc", got, f"[R + 1] = [{requests + 1}] for the {requests} requests of kv_lens")
     if block_tables.shape[0] != requests:
         raise invalid("block_tables", f"{block_tables.shape[0]} rows", f"one for each of the {requests} requests of kv_lens")
-    return tuple(jnp.asarray(array, jnp.int32)[None] for array in (query_start_loc, kv_lens, block_tables))  # pyright: ignore[reportReturnType]
+    return tuple(as_int32(array)[None] for array in (query_start_loc, kv_lens, block_tables))  # pyright: ignore[reportReturnType]
 
 
 def canonical_page_scale(name: str, scale: Any, key_heads: int) -> Any:

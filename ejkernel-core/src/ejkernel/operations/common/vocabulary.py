@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ejkernel.call.arrays import ArraySpec
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.utils.checks import check_compute
+from ejkernel.utils.integers import as_int32
 from ejkernel.utils.tracing import refuse_traced
 
 
@@ -66,4 +67,4 @@ def as_labels(name: str, targets: Any, rows: tuple[int, ...]) -> Any:
         raise wrong_type(name, getattr(targets, "dtype", type(targets).__name__), "integers")
     if tuple(targets.shape) != rows:
         raise invalid(name, f"shape {tuple(targets.shape)}", f"{rows}, one label for each row")
-    return jnp.asarray(targets).astype(jnp.int32)
+    return as_int32(targets)

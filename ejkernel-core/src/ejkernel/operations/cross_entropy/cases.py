@@ -20,8 +20,10 @@ def arrays_of_rows(
     ignored: float = 0.0,
     elsewhere: float = 0.0,
     magnitude: float = 1.0,
+    excluded: float = 0.0,
 ) -> Callable[[np.random.Generator], Mapping[str, Any]]:
-    """A fraction `ignored` of the rows has target -1 and holds NaN; a fraction `elsewhere` has a target past the vocabulary."""
+    """A fraction `ignored` of the rows has target -1 and holds NaN; a fraction `elsewhere` has a target past the vocabulary. A
+    fraction `excluded` of the entries that are no targets has logits of -inf, with a head by its bias."""
 
     def make(rng: np.random.Generator) -> Mapping[str, Any]:
         x = (magnitude * rng.standard_normal((*rows, vocabulary if hidden is None else hidden))).astype(np.float32)
@@ -35,9 +37,18 @@ def arrays_of_rows(
             arrays["head"] = (head.T if transpose else head).astype(np.float32)
         if bias:
             arrays["head_bias"] = rng.standard_normal(vocabulary).astype(np.float32)
+        if excluded:
+            out = rng.random(vocabulary if bias else x.shape) < excluded
+            arrays["head_bias" if bias else "x"][out & ~_is_target(targets, vocabulary, any_row=bias)] = -np.inf
         return arrays
 
     return make
+
+
+def _is_target(targets: Any, vocabulary: int, *, any_row: bool) -> Any:
+    """Which entries `[..., V]` are the target of their row, or `[V]` of any."""
+    found = np.arange(vocabulary) == targets[..., None]
+    return found.reshape(-1, vocabulary).any(0) if any_row else found
 
 
 _T = frozenset({"transforms"})
@@ -46,6 +57,7 @@ _BENCH, _BENCH_CPU = frozenset({"bench"}), frozenset({"bench-cpu"})
 CASES = (
     Case("logits", arrays_of_rows((3, 5), 33, ignored=0.3), {"sum_logits": True}, _T),
     Case("logits-soft-cap", arrays_of_rows((4, 6), 20, magnitude=3.0), {"logit_softcap": 2.0}),
+    Case("logits-soft-cap-excluded", arrays_of_rows((4, 6), 20, excluded=0.4), {"logit_softcap": 2.0}),
     Case("logits-one-row", arrays_of_rows((), 7)),
     Case("logits-elsewhere", arrays_of_rows((2, 9), 16, elsewhere=0.5)),
     Case("logits-extreme", arrays_of_rows((5,), 40, magnitude=1e4), tags=frozenset({"extreme"})),
@@ -54,6 +66,7 @@ CASES = (
     Case("head-square", arrays_of_rows((2, 4), 16, 16), {}),
     Case("head-square-transposed", arrays_of_rows((2, 4), 16, 16, transpose=True), {"transpose_head": True}),
     Case("head-soft-cap", arrays_of_rows((2, 3, 4), 21, 8, bias=True, magnitude=2.0), {"logit_softcap": 1.5}),
+    Case("head-soft-cap-excluded", arrays_of_rows((5,), 40, 8, bias=True, excluded=0.4), {"logit_softcap": 1.5}),
     Case("head-elsewhere", arrays_of_rows((11,), 24, 8, elsewhere=0.4, ignored=0.2)),
     Case("head-all-ignored", arrays_of_rows((2, 3), 12, 8, bias=True, ignored=1.1)),
     Case("head-precision", arrays_of_rows((6,), 12, 8), {"precision": "highest"}),

@@ -51,7 +51,7 @@ class CrossEntropyCall(Call):
 
     Attributes:
         transpose_head: head is `[b, v, d]`.
-        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, -inf stays -inf.
         sum_logits: logit_sum is a public output.
         precision: of the products: None (full precision of the common dtype), or "default", "high", "highest".
     """

@@ -108,6 +108,7 @@ _IDS = (-1, 3, 3, 3, 3, -1, 3, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 2, -1, -1)
 
 CASES = (
     Case("plain", arrays(beta=False, decay="")),
+    Case("sums", arrays(1, 100, 2, 16, 16), tags=frozenset({"sums"})),
     Case("gated", arrays(state=True), _STATE, tags=_BOTH),
     Case("rank-one", arrays(beta=False, decay="channel", low_rank="ab", state=True), _STATE),
     Case("write-alone", arrays(low_rank="a"), {"scale": 0.7}),

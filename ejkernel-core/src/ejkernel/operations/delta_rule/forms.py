@@ -16,6 +16,7 @@ from ejkernel.operations.common.packed import check_packed, check_segments
 from ejkernel.operations.delta_rule.interface import OPERATION
 from ejkernel.utils.checks import check_array, check_compute, check_shape
 from ejkernel.utils.dtypes import accumulator
+from ejkernel.utils.integers import as_int32
 
 
 def chunked_by(chunk_size: Any, cfg: Any) -> Any:
@@ -75,8 +76,8 @@ def _by_steps(
         value,
         beta,
         None if decay is None else at_step(decay, 0),
-        segments=None if segments is None else jnp.repeat(jnp.asarray(segments, jnp.int32), steps, axis=1),
-        cu_seqlens=None if cu_seqlens is None else jnp.asarray(cu_seqlens, jnp.int32) * steps,
+        segments=None if segments is None else jnp.repeat(as_int32(segments), steps, axis=1),
+        cu_seqlens=None if cu_seqlens is None else as_int32(cu_seqlens) * steps,
         **rest,
     )
 
@@ -159,7 +160,7 @@ def ragged(
     heads = max(query.shape[1], key.shape[1], value.shape[1])
     slots = recurrent_state.shape[0]
     # The number of slots may not fit into a smaller type.
-    state_indices, query_start_loc = state_indices.astype(jnp.int32), query_start_loc.astype(jnp.int32)
+    state_indices, query_start_loc = as_int32(state_indices), as_int32(query_start_loc)
     shape = (slots, heads, query.shape[2], value.shape[2])
     check_shape("recurrent_state", recurrent_state, shape, "[slots, heads, channels of query, channels of value]")
 

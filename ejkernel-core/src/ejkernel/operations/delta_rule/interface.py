@@ -20,6 +20,7 @@ from ejkernel.operations.common.scale import output_scale
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute, check_shape
+from ejkernel.utils.integers import as_int32
 
 NORM_EPSILON = 1e-6
 """Added to the squared length of query and key where they are normalised."""
@@ -185,7 +186,7 @@ class DeltaRule(Operation):
             initial_state=None
             if initial_state is None
             else jnp.expand_dims(initial_state, 1 if cu_seqlens is None else 0).astype(state_dtype),
-            segments=None if segments is None else jnp.asarray(segments, jnp.int32),
+            segments=None if segments is None else as_int32(segments),
             cu_seqlens=None if cu_seqlens is None else as_bounds(cu_seqlens),
         )
         specs: Any = {name: ArraySpec.of(array) for name, array in named(inputs)}
@@ -231,6 +232,9 @@ class DeltaRule(Operation):
             "out": "b t h v",
             "final_state": "b n h d v",
         }
+
+    def time(self, call: DeltaRuleCall) -> Mapping[str, int]:
+        return {"t": 0}
 
     def output_specs(self, call: DeltaRuleCall) -> DeltaRuleOutputs:
         batch, length, _, width = call.query.shape

@@ -16,6 +16,7 @@ from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.interface import OPERATION, is_concrete
 from ejkernel.operations.flash_attention.visibility import check_alignment
 from ejkernel.utils.checks import check_array
+from ejkernel.utils.integers import as_int32
 
 LAYOUTS: Mapping[str, tuple[int, int]] = {"thd": (3, 0), "htd": (3, 1), "bthd": (4, 1), "bhtd": (4, 2)}
 """Number of axes and axis of the tokens, by layout; t are the packed tokens and b has size 1."""
@@ -195,7 +196,7 @@ def _refuse_second_description(mask_info: Any) -> None:
 
 def _tokens(cum_seqlens: Any, count: int) -> tuple[Any, Any, Any]:
     """Sequence of every token (-1 past the last one), its position in it, and the lengths `[R]`."""
-    cum_seqlens = jnp.asarray(cum_seqlens).astype(jnp.int32)
+    cum_seqlens = as_int32(cum_seqlens)
     index = jnp.arange(count, dtype=jnp.int32)
     sequences = jnp.searchsorted(cum_seqlens, index, side="right").astype(jnp.int32) - 1
     segments = jnp.where(index < cum_seqlens[-1], sequences, -1)

@@ -272,6 +272,10 @@ class FlashAttention(Operation):
             "lse": "b t h",
         }
 
+    def time(self, call: FlashAttentionCall) -> Mapping[str, int] | None:
+        by_index = call.query_positions is None and call.key_positions is None
+        return {"t": call.query_offset, "s": 0} if call.causal and call.prefix is None and by_index else None
+
     def output_specs(self, call: FlashAttentionCall) -> FlashAttentionOutputs:
         rows = call.query.shape[:3]
         out = ArraySpec((*rows, call.value.shape[3]), call.query.dtype)

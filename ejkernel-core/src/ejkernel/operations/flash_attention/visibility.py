@@ -14,6 +14,7 @@ import numpy as np
 from ejkernel.errors import EjkernelWarning, invalid, wrong_type
 from ejkernel.operations.flash_attention.bind import as_count, as_flag, as_score_shaped
 from ejkernel.utils.checks import check_array
+from ejkernel.utils.integers import as_int32
 from ejkernel.utils.tracing import is_traced, traced_count
 from ejkernel.utils.warn_once import warn_once
 
@@ -274,7 +275,7 @@ def _integers(name: str, array: Any, batch: int, rest: tuple[int, ...]) -> Any:
         raise wrong_type(name, f"dtype {array.dtype}", "an integer type")
     if tuple(array.shape) not in ((batch, *rest), (1, *rest)):
         raise invalid(name, f"shape {tuple(array.shape)}", f"{(batch, *rest)} or {(1, *rest)}")
-    return jnp.asarray(array).astype(jnp.int32)
+    return as_int32(array)
 
 
 def _only_padding(segments: Any) -> Any:

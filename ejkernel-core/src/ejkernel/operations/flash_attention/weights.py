@@ -51,7 +51,7 @@ def weights(call: Any, inputs: Any, lse: Any) -> Any:
     if inputs.bias is not None:
         logits = logits + jnp.where(seen, inputs.bias.astype(wide), 0)
     if call.soft_cap is not None:
-        logits = call.soft_cap * jnp.tanh(logits / call.soft_cap)
+        logits = jnp.where(logits == -jnp.inf, logits, call.soft_cap * jnp.tanh(logits / call.soft_cap))
     total = jnp.swapaxes(lse, 1, 2)[..., None].astype(wide)
     occupied = seen & (total != -jnp.inf) & (logits != -jnp.inf)
     # Both operands are replaced before the subtraction: -inf - -inf would put NaN into the gradient of a branch not taken.

@@ -13,6 +13,7 @@ from ejkernel.call.arrays import ArraySpec
 from ejkernel.call.random import shares
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.utils.checks import check_array
+from ejkernel.utils.integers import as_int32
 
 _MANY = 4096
 
@@ -46,8 +47,8 @@ def check_sizes(group_sizes: Any, rows: Any, name: str) -> None:
 
 def grouping(group_sizes: Any, group_offset: Any) -> tuple[Any, Any]:
     """Both with a batch axis, int32; the offset may be None."""
-    offset = None if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(1)
-    return jnp.asarray(group_sizes, jnp.int32)[None], offset
+    offset = None if group_offset is None else as_int32(group_offset).reshape(1)
+    return as_int32(group_sizes)[None], offset
 
 
 def random_grouping(

@@ -20,6 +20,7 @@ from ejkernel.operations.common.pages import check_row_lengths
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute, check_shape, integer
+from ejkernel.utils.integers import as_int32
 
 FLOAT8 = "float8_e4m3fn"
 NO_TOKEN = -1
@@ -116,7 +117,7 @@ class LightningIndexer(Operation):
         first = jnp.zeros(batch, jnp.int32)
         if kv_lens is not None:
             check_row_lengths(kv_lens, query, key, "key")
-            lengths = jnp.clip(kv_lens.astype(jnp.int32), 0, tokens)
+            lengths = jnp.clip(as_int32(kv_lens), 0, tokens)
             first = lengths - length
         ends = jnp.broadcast_to(lengths[:, None], (batch, length))
         if causal:

@@ -33,6 +33,7 @@ CASES = (
     Case("square-transposed", arrays_of_rows((2, 4), 16, 16, transpose=True), {"transpose_head": True}),
     Case("bias", arrays_of_rows((4,), 19, 8, bias=True), {"label_smoothing": 1.0}),
     Case("soft-cap", _weighted((2, 3, 4), 21, 8, bias=True, magnitude=2.0), {"logit_softcap": 1.5, **_BOTH}),
+    Case("soft-cap-excluded", _weighted((5,), 40, 8, bias=True, excluded=0.4), {"logit_softcap": 1.5, "z_loss": 0.01}),
     Case("elsewhere", arrays_of_rows((11,), 24, 8, elsewhere=0.4, ignored=0.2), _BOTH),
     Case("all-ignored", _weighted((2, 3), 12, 8, bias=True, ignored=1.1), _BOTH),
     Case("precision", arrays_of_rows((6,), 12, 8), {"precision": "highest"}),

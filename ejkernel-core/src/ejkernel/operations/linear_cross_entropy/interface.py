@@ -53,7 +53,7 @@ class LinearCrossEntropyCall(Call):
 
     Attributes:
         transpose_head: head is `[b, v, d]`.
-        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, -inf stays -inf.
         label_smoothing: s in [0, 1].
         z_loss: weight of the square of lse, >= 0.
         precision: of the products: None (full precision of the common dtype), or "default", "high", "highest".

@@ -91,7 +91,7 @@ _SCALED: Any = {"value_scale": True, "skip": "head"}
 _TRANSPOSED = {**_STATE, "transposed_state": True}
 _BENCH, _BENCH_CPU = frozenset({"bench"}), frozenset({"bench-cpu"})
 _TRANSFORMS = frozenset({"transforms"})
-_EXTREME = frozenset({"extreme"})
+_EXTREME, _SUMS = frozenset({"extreme"}), frozenset({"sums"})
 
 CASES = (
     Case("gla", arrays(decays="gk", state=True), _STATE, tags=_TRANSFORMS),
@@ -133,6 +133,10 @@ CASES = (
         arrays(1, 600, 1, 16, 16, value_heads=3, decays="g", rate=0.05, bounds=(0, 9, 9, 540, 590), state=True, **_SCALED),
         _STATE,
     ),
+    Case("sums-gamma", arrays(1, 65, 2, 32, 32, decays="gamma", rate=2.0), tags=_SUMS),
+    Case("sums-gate", arrays(1, 100, 2, 16, 16, decays="g", rate=2.0), tags=_SUMS),
+    Case("sums-gate-by-key", arrays(1, 100, 2, 16, 16, decays="gk", rate=2.0), tags=_SUMS),
+    Case("sums-ssd", arrays(1, 100, 1, 16, 16, value_heads=3, decays="g gamma", rate=2.0, **_SCALED), tags=_SUMS),
     Case("square-state", arrays(1, 6, width=4, channels=4, decays="g", state=True), _STATE),
     Case("length-1", arrays(length=1, decays="g gk gv", bonus=True, state=True), _STATE),
     Case("length-0", arrays(length=0, decays="g", state=True), _STATE),

@@ -254,6 +254,9 @@ class LinearRecurrence(Operation):
             "final_state": state,
         }
 
+    def time(self, call: LinearRecurrenceCall) -> Mapping[str, int]:
+        return {"t": 0}
+
     def output_specs(self, call: LinearRecurrenceCall) -> LinearRecurrenceOutputs:
         (batch, length), heads, channels = call.query.shape[:2], call.heads[1], call.value.shape[3]
         state = ArraySpec((batch, call.sequences, heads, *call.state_shape), call.state_dtype)

@@ -17,6 +17,7 @@ from ejkernel.errors import wrong_type
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute, check_shape, integer
+from ejkernel.utils.integers import as_int32
 
 
 class MoePermuteInputs(NamedTuple):
@@ -65,7 +66,7 @@ class MoePermute(Operation):
         """Check and add the batch axis. Arguments as in `ejkernel.moe_permute`."""
         check_compute("x", x, ndim=2)
         check_choices("experts", experts, x.shape[0])
-        inputs = MoePermuteInputs(x[None], jnp.asarray(experts, jnp.int32)[None])
+        inputs = MoePermuteInputs(x[None], as_int32(experts)[None])
         call = MoePermuteCall(
             x=ArraySpec.of(inputs.x),
             experts=ArraySpec.of(inputs.experts),

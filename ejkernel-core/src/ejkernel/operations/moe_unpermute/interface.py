@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int32
 
@@ -18,6 +17,7 @@ from ejkernel.operations.moe_permute.interface import check_choices
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute, check_shape
+from ejkernel.utils.integers import as_int32
 
 
 class MoeUnpermuteInputs(NamedTuple):
@@ -68,9 +68,7 @@ class MoeUnpermute(Operation):
         if weights is not None:
             check_compute("weights", weights)
             check_shape("weights", weights, (tokens, choices), "[T, k]")
-        inputs = MoeUnpermuteInputs(
-            rows[None], jnp.asarray(positions, jnp.int32)[None], None if weights is None else weights[None]
-        )
+        inputs = MoeUnpermuteInputs(rows[None], as_int32(positions)[None], None if weights is None else weights[None])
         specs: dict[str, Any] = {name: ArraySpec.of(array) for name, array in named(inputs)}
         return Bound(MoeUnpermuteCall(**specs), inputs, lambda outputs: outputs.out[0])
 

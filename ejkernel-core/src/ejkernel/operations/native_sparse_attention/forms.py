@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ejkernel.operations.flash_attention.forms import _tokens  # pyright: ignore[reportPrivateUsage]
 from ejkernel.operations.mean_pooling.interface import OPERATION as _MEAN_POOLING
 from ejkernel.utils.dtypes import accumulator
+from ejkernel.utils.integers import as_int32
 
 
 class Blocks(NamedTuple):
@@ -52,7 +53,7 @@ def blocks_of(length: int, block_size: int, cu_seqlens: Any) -> Blocks:
     owner = jnp.minimum(jnp.searchsorted(first, index, side="right").astype(jnp.int32) - 1, sequences)
     used = index < first[-1]
     numbers = jnp.where(used, index - first[owner], 0)
-    cumulative = cu_seqlens.astype(jnp.int32)
+    cumulative = as_int32(cu_seqlens)
     starts = jnp.where(used, cumulative[owner] + numbers * block_size, cumulative[-1])
     entries = first[jnp.maximum(segments, 0)]
     return Blocks(starts, jnp.where(used, owner, -1), numbers, segments, positions // block_size, entries)
@@ -62,7 +63,7 @@ def block_means(x: Any, block_size: int, blocks: Blocks, cu_seqlens: Any) -> Any
     """Means `[B,n,K,D]` of `[B,T,K,D]`, summed in float32. Those of incomplete blocks are never read."""
     batch, length, heads, size = x.shape
     if cu_seqlens is not None:
-        bounds = jnp.concatenate([blocks.starts, cu_seqlens[-1:].astype(jnp.int32)])
+        bounds = jnp.concatenate([blocks.starts, as_int32(cu_seqlens[-1:])])
         return _MEAN_POOLING.invoke({"x": x, "cu_seqlens": bounds}, {})[None]
     if not length:
         return x  # no blocks; a mesh has no rule for a reshape of nothing

@@ -20,6 +20,7 @@ from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
+from ejkernel.utils.integers import as_int32
 
 
 class NativeSparseAttentionInputs(NamedTuple):
@@ -162,6 +163,9 @@ class NativeSparseAttention(Operation):
             "lse": "b t h",
         }
 
+    def time(self, call: NativeSparseAttentionCall) -> Mapping[str, int]:
+        return {"t": 0}
+
     def output_specs(self, call: NativeSparseAttentionCall) -> NativeSparseAttentionOutputs:
         rows = call.query.shape[:3]
         out = ArraySpec((*rows, call.value.shape[3]), call.query.dtype)
@@ -205,7 +209,7 @@ def _sequence_starts(cu_seqlens: Any, batch: int, length: int) -> Any:
         raise invalid("cu_seqlens", "no element", "[n + 1], so at least one")
     if batch != 1:
         raise invalid("query", f"batch {batch}", "batch 1 with cu_seqlens", remedy="pack the sequences along T")
-    bounds = jnp.asarray(cu_seqlens, jnp.int32)
+    bounds = as_int32(cu_seqlens)
     tokens = jnp.arange(length, dtype=jnp.int32)
     starts = bounds[jnp.maximum(jnp.searchsorted(bounds, tokens, side="right").astype(jnp.int32) - 1, 0)]
     return jnp.where(tokens < bounds[-1], starts, length)[None]
@@ -224,7 +228,7 @@ def _that_count(block_indices: Any, counts: Any, starts: Any, block_size: int) -
         counted &= slot < counts
     elif counts is not None:
         counted &= slot < counts[..., None]
-    return jnp.where(counted, block_indices.astype(jnp.int32), NOTHING)
+    return jnp.where(counted, as_int32(block_indices), NOTHING)
 
 
 OPERATION = NativeSparseAttention()

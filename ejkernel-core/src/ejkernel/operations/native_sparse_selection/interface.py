@@ -21,6 +21,7 @@ from ejkernel.operations.flash_attention import bind
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute, check_shape, integer
+from ejkernel.utils.integers import as_int32
 
 LARGEST = 2.0**124
 """Sums of weights count as that at most: twice, four and eight times as much is for the blocks that are always selected."""
@@ -129,9 +130,9 @@ class NativeSparseSelection(Operation):
             query,
             means,
             lse.astype(statistics_dtype(str(query.dtype))),
-            jnp.clip(own_blocks.astype(jnp.int32), -1, entries - 1),
-            None if first_blocks is None else jnp.clip(first_blocks.astype(jnp.int32), 0, entries),
-            None if block_counts is None else jnp.clip(block_counts.astype(jnp.int32), 0, count),
+            jnp.clip(as_int32(own_blocks), -1, entries - 1),
+            None if first_blocks is None else jnp.clip(as_int32(first_blocks), 0, entries),
+            None if block_counts is None else jnp.clip(as_int32(block_counts), 0, count),
         )
         call = NativeSparseSelectionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]

@@ -11,6 +11,7 @@ from ejkernel.call.records import Bound
 from ejkernel.errors import invalid
 from ejkernel.operations.paged_attention.interface import OPERATION
 from ejkernel.utils.checks import check_array
+from ejkernel.utils.integers import as_int32
 
 
 def rows_over_pages(
@@ -72,4 +73,4 @@ def _key_lengths(rows: int, cum_seqlens_k: Any, key_lengths: Any) -> Any:
             raise invalid("mask_info", f"lengths of {key_lengths.shape[0]} rows of keys", f"{rows}, as in block_tables")
         found.append(jnp.broadcast_to(key_lengths, (rows,)))
     lengths = found[0] if len(found) == 1 else jnp.minimum(*found)
-    return lengths.astype(jnp.int32)
+    return as_int32(lengths)

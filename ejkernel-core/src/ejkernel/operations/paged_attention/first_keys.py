@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.utils.checks import check_shape
+from ejkernel.utils.integers import as_int32
 from ejkernel.utils.tracing import is_traced, traced_count
 
 
@@ -36,7 +37,7 @@ def first_keys_of(given: Any, window: Any, chunk_size: Any, starts: Any, lengths
         check_shape("first_keys", given, (tokens,), "[N]")
         if not jnp.issubdtype(given.dtype, jnp.integer):
             raise wrong_type("first_keys", f"dtype {given.dtype}", "integers")
-        found.append(jnp.asarray(given, jnp.int32))
+        found.append(as_int32(given))
     if window is not None or chunk_size is not None:
         positions = _positions(starts[0], lengths[0], tokens)
         found += [] if window is None else [positions - (window - 1)]

@@ -17,6 +17,7 @@ from ejkernel.operations.paged_attention.interface import OPERATION as PAGED_ATT
 from ejkernel.operations.paged_attention.interface import as_window
 from ejkernel.operations.paged_cache_update.interface import OPERATION as PAGED_CACHE_UPDATE
 from ejkernel.utils.checks import check_array, check_shape
+from ejkernel.utils.integers import as_int32
 
 _PAGE_AXIS: Mapping[str, int] = {"phtd": 2, "hptd": 2}
 _SCALE_AXES: Mapping[str, tuple[int, ...]] = {"phtd": (0, 2, 1), "hptd": (1, 2, 0)}
@@ -171,7 +172,7 @@ def first_requests(starts: Any, lengths: Any, count: Any) -> tuple[Any, Any]:
         check_array("num_seqs", count, floating=False)
     if not jnp.issubdtype(jnp.result_type(count), jnp.integer) or jnp.size(count) != 1:
         raise wrong_type("num_seqs", f"{jnp.result_type(count)} of shape {jnp.shape(count)}", "an integer, a scalar or [1]")
-    count = jnp.clip(jnp.asarray(count).reshape(()), 0, requests).astype(jnp.int32)
+    count = jnp.clip(as_int32(count).reshape(()), 0, requests)
     active = jnp.arange(requests + 1, dtype=jnp.int32)
     starts = starts[jnp.minimum(active, count)] if starts.shape[0] == requests + 1 else starts
     return starts, jnp.where(active[:-1] < count, lengths, 0)

@@ -51,6 +51,7 @@ _STATE = {"return_state": True}
 
 CASES = (
     Case("state", arrays(state=True), _STATE, tags=frozenset({"transforms"})),
+    Case("sums", arrays(1, 100, 8), tags=frozenset({"sums"})),
     Case("plain", arrays()),
     Case("return-state", arrays(3, 7, 5), _STATE),
     Case("from-state", arrays(1, 9, 4, state=True)),

@@ -19,6 +19,7 @@ from ejkernel.operations.sample_tokens.noise import row_streams
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute
+from ejkernel.utils.integers import as_int32
 from ejkernel.utils.tracing import without_gradient
 
 NO_TOKEN = -1
@@ -200,7 +201,7 @@ def _counts(value: Any, rows: tuple[int, ...]) -> Any:
         raise wrong_type("top_k", str(getattr(value, "dtype", repr(value))), "an int, or integers, one for each row")
     if value.shape not in ((), rows):
         raise invalid("top_k", f"shape {tuple(value.shape)}", f"one integer, or {rows} = [...] of logits")
-    return matrices(jnp.asarray(value).astype(jnp.int32), 0)
+    return matrices(as_int32(value), 0)
 
 
 OPERATION = SampleTokens()

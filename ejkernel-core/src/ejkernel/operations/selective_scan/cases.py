@@ -66,6 +66,7 @@ def arrays(
 
 CASES = (
     Case("state", arrays(state=True), tags=frozenset({"transforms"})),
+    Case("sums", arrays(1, 100, 8, 4), tags=frozenset({"sums"})),
     Case("plain", arrays(skip=False)),
     Case("skip", arrays(3, 7, 5, 3)),
     Case("one-channel", arrays(1, 9, 1, 1, state=True)),

@@ -181,6 +181,9 @@ class SelectiveScan(Operation):
             "final_state": state,
         }
 
+    def time(self, call: SelectiveScanCall) -> Mapping[str, int]:
+        return {"t": 0}
+
     def output_specs(self, call: SelectiveScanCall) -> SelectiveScanOutputs:
         return SelectiveScanOutputs(call.x, ArraySpec(call.state_shape, statistics_dtype(call.x.dtype)))
 

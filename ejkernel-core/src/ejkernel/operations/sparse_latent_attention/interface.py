@@ -20,6 +20,7 @@ from ejkernel.operations.flash_attention import bind
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute
+from ejkernel.utils.integers import as_int32
 
 
 class SparseLatentAttentionInputs(NamedTuple):
@@ -110,7 +111,7 @@ class SparseLatentAttention(Operation):
         if values > size:
             raise invalid("value_size", values, f"at most {size}, the channels of key_value")
         exists = (token_indices >= 0) & (token_indices < key_value.shape[1])
-        tokens = jnp.where(exists, token_indices.astype(jnp.int32), NOTHING)
+        tokens = jnp.where(exists, as_int32(token_indices), NOTHING)
         query, scale = bind.scaled(query, softmax_scale, size)
         inputs = SparseLatentAttentionInputs(
             query, key_value, tokens if bind.as_flag("is_distinct", is_distinct) else distinct(tokens)

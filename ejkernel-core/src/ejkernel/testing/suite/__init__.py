@@ -1,5 +1,6 @@
 """The conformance suite: `from ejkernel.testing.suite import *` in a test module collects every level."""
 
+from ejkernel.testing.suite.causality import *
 from ejkernel.testing.suite.contract import *
 from ejkernel.testing.suite.devices import *
 from ejkernel.testing.suite.numbers import *

@@ -14,11 +14,19 @@ from ejkernel._plugins.registry import kernel_registry
 from ejkernel.errors import NoKernelError
 from ejkernel.operations.common.tolerance import EXTREME, FORWARD, GRADIENT, check_close, deviation
 from ejkernel.plugin import Target, resolve
+from ejkernel.testing.extent import Extent
 from ejkernel.testing.problem import Problem, admits, is_of
 from ejkernel.testing.report import Report
 from ejkernel.testing.spaces import check_space
 
-__all__ = ["test_config_space", "test_every_config", "test_forward", "test_gradients", "test_repeats_bit_equal"]
+__all__ = [
+    "test_config_space",
+    "test_every_config",
+    "test_forward",
+    "test_gradients",
+    "test_repeats_bit_equal",
+    "test_sums_over_time",
+]
 
 TARGETS = (Target("cpu"), Target("gpu"), Target("gpu", "NVIDIA H200", "9.0"), Target("tpu"))
 
@@ -89,6 +97,19 @@ def test_gradients(problem: Problem, conformance_report: Report) -> None:
         found = check_close(f"gradient of {name}", *_where_finite(problem, value, expected[name]), tolerance, floor)
         if not extreme:
             conformance_report.worst(problem.operation, f"{problem.held_to} gradient", found.norm)
+
+
+@pytest.mark.ejkernel_level("numbers")
+def test_sums_over_time(summed: Problem, extent: Extent) -> None:
+    """Gradients of cases whose terms cancel over time, in bfloat16, over seeds of which the worst counts."""
+    if summed.refusal() is not None or summed.refusal("backward") is not None:
+        return
+    for seed in range(2 if extent.tests > 1 else 6):
+        case = dataclasses.replace(summed.case, name=f"{summed.case.name}-{seed}")
+        problem = dataclasses.replace(summed, case=case)
+        expected = problem.expected_gradients
+        for name, value in problem.gradients().items():
+            check_close(f"gradient of {name}, seed {seed}", value, expected[name], GRADIENT[problem.held_to])
 
 
 @pytest.mark.ejkernel_level("numbers")
