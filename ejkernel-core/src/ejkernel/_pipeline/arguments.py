@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from ejkernel._pipeline.typecheck import checked
+from ejkernel._pipeline.values import check_values
 from ejkernel.errors import suggestion, warn
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -116,6 +117,7 @@ def public(*formerly_positional: str) -> Callable[[Function], Function]:
             if len(args) > limit:
                 options = _by_keyword(function.__name__, formerly_positional, args[limit:], options)
                 args = args[:limit]
+            check_values(function, args, options)
             try:
                 return run(*args, **options)
             except TypeError:
