@@ -15,7 +15,7 @@ from ejkernel._dispatch.recording import note
 from ejkernel._plugins.containment import contained
 from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.registry import kernel_registry
-from ejkernel.call.arrays import ArraySpec, named
+from ejkernel.call.arrays import ArraySpec, known_size, named
 from ejkernel.call.decision import Decision
 from ejkernel.call.partition import (
     AUTO_ON_TPU,
@@ -122,6 +122,8 @@ def _run_local(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> An
     decision, chosen = _admitted(request, phase)
     log_decision(decision)
     expected = _expected(request, phase, arguments)
+    if _is_empty(expected if phase == "forward" else arguments[2]):
+        return vary_like(jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), expected), arguments)
     suffix = "" if phase == "forward" else ".backward"
     mark = note(request, decision)
     with jax.named_scope(f"ejkernel.{request.operation.name}{suffix}[{chosen.id}]{mark}"), building_for(request.target):
@@ -133,6 +135,12 @@ def _run_local(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> An
             # The calls of a program are being listed, so that the tuner can find out which of their configs work.
             results = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), expected)
     return vary_like(results, arguments)
+
+
+def _is_empty(arrays: Any) -> bool:
+    """Whether no array of these has elements. Of such results nothing is computed, and such cotangents give gradients of 0, so
+    that no kernel has to be right for them."""
+    return all(0 in map(known_size, array.shape) for _, array in named(arrays))
 
 
 def _traced(
