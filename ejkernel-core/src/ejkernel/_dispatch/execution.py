@@ -122,8 +122,6 @@ def _run_local(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> An
     decision, chosen = _admitted(request, phase)
     log_decision(decision)
     expected = _expected(request, phase, arguments)
-    if _is_empty(expected if phase == "forward" else arguments[2]):
-        return vary_like(jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), expected), arguments)
     suffix = "" if phase == "forward" else ".backward"
     mark = note(request, decision)
     with jax.named_scope(f"ejkernel.{request.operation.name}{suffix}[{chosen.id}]{mark}"), building_for(request.target):
@@ -133,8 +131,12 @@ def _run_local(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> An
             if not mark:
                 raise
             # The calls of a program are being listed, so that the tuner can find out which of their configs work.
-            results = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), expected)
+            results = _zeros(expected)
     return vary_like(results, arguments)
+
+
+def _zeros(specs: Any) -> Any:
+    return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
 
 
 def _is_empty(arrays: Any) -> bool:
@@ -147,6 +149,8 @@ def _traced(
     request: Request, decision: Decision, chosen: Candidate, arguments: tuple[Any, ...], expected: Any, *, listed: bool
 ) -> Any:
     """The implementation's results, by lowered code that an earlier trace left where there is any."""
+    if _is_empty(expected if decision.phase == "forward" else arguments[2]):
+        return _zeros(expected)
 
     def trace(*arguments: Any) -> Any:
         results = _call(chosen, decision.phase, request.call, *arguments, decision.config)
