@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import typing
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, cast
@@ -98,6 +99,31 @@ def _check_part(name: str, value: Any) -> None:
         refuse_foreign(name, value)
         if isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind == "f" and np.isnan(value):
             raise invalid(name, "nan", "a number")
+
+
+def symbolic_size(
+    function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any], said: str
+) -> ValueError | None:
+    """The refusal of the first symbolic size of `jax.export` in the arguments, one that JAX's error names if it names any."""
+    from jax import export
+
+    given = {**dict(zip(_places(function), args, strict=False)), **options}
+    found = [
+        (name, axis, size)
+        for name in _places(function)
+        for leaf in jax.tree.leaves(given.get(name))
+        for axis, size in enumerate(getattr(leaf, "shape", ()))
+        if export.is_symbolic_dim(size)
+    ]
+    words = {*re.findall(r"\w+", said)}
+    named = [one for one in found if {*re.findall(r"\w+", str(one[2]))} & words] or found
+    if not named:
+        return None
+    name, axis, size = named[0]
+    remedy = (
+        "export one program for each size, or leave sizes symbolic over which nothing is split into blocks, such as the batch"
+    )
+    return invalid(name, f"a symbolic size, {size}, of axis {axis}", "a number", remedy=remedy)
 
 
 def refuse_foreign(name: str, value: Any) -> None:
