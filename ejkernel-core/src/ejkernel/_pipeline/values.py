@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Set
 from typing import Any, cast
 
 import jax
@@ -80,6 +80,8 @@ def _check(name: str, kind: _Kind, value: Any) -> None:
         refuse_foreign(name, value)
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             raise wrong_type(name, type(value).__name__, "an array")
+    if isinstance(value, (Mapping, Set)) and name != "cfg":
+        raise wrong_type(name, type(cast("Any", value)).__name__, "a number, an array or None")
     if not isinstance(value, str):
         _check_part(name, value)
 
@@ -132,7 +134,7 @@ def refuse_foreign(name: str, value: Any) -> None:
     Raises:
         TypeError: naming what to convert it by.
     """
-    if not hasattr(value, "shape") or not hasattr(value, "dtype") or isinstance(value, jax.ShapeDtypeStruct):
+    if not hasattr(value, "shape") or not hasattr(value, "dtype") or isinstance(value, (type, jax.ShapeDtypeStruct)):
         return
     if isinstance(value, np.ndarray):
         if not _is_number(value.dtype):
