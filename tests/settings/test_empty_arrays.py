@@ -89,7 +89,7 @@ def test_no_tokens_leave_a_state_as_it_is(name: str, packed: bool):
 
     def run(arrays: dict[str, Any]) -> Any:
         found = getattr(ejkernel, name)(**arrays, **options)
-        return found if isinstance(found, tuple) else (found, None)
+        return found[:2] if isinstance(found, tuple) else (found, None)
 
     state = run({**arrays, **bounds})[1]
     if state is None:
