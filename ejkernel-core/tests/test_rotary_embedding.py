@@ -153,6 +153,93 @@ def test_refused_configurations(config: Any, options: Any, message: str) -> None
         LlamaRotaryEmbedding.from_config(config, **options)
 
 
+def turns(dim: int, base: float, original: float) -> np.ndarray:
+    """How often each pair turns within the original length."""
+    return original * base ** (-np.arange(0, dim, 2) / dim) / (2 * math.pi)
+
+
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+def test_llama3_without_a_ramp(spelling: str) -> None:
+    """Llama 4 Scout: both frequency factors are 1, so pairs that turn less than once are stretched and no others."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = {"head_dim": 128, "max_position_embeddings": 10485760}
+    config |= (
+        {"rope_theta": 5e5, spelling: scaling} if spelling == "rope_scaling" else {spelling: {**scaling, "rope_theta": 5e5}}
+    )
+    plain = 5e5 ** (-np.arange(0, 128, 2) / 128)
+    expected = np.where(turns(128, 5e5, 8192) < 1, plain / 16, plain)
+    np.testing.assert_allclose(LlamaRotaryEmbedding.from_config(config).frequencies, expected, rtol=1e-6)
+    exact = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 2.0, "high_freq_factor": 2.0}
+    exact["original_max_position_embeddings"] = 4 * math.pi  # the first pair turns twice
+    np.testing.assert_allclose(LlamaRotaryEmbedding(4, 100.0, scaling=exact).frequencies, [1, 0.1 / 4], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"low_freq_factor 3.0 and high_freq_factor 2.0, expected the first not above"):
+        LlamaRotaryEmbedding(4, scaling={**exact, "low_freq_factor": 3.0})
+
+
+YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
+PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
+    "mscale": ({"mscale": 0.707, "mscale_all_dim": 1.0}, (1 + 0.0707 * math.log(8)) / (1 + 0.1 * math.log(8))),
+    "mscale-0": ({"mscale": 1.0, "mscale_all_dim": 0}, 1 + 0.1 * math.log(8)),
+    "attention-factor": ({"attention_factor": 1.5}, 1.5),
+    "no-truncation": ({"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}, 1 + 0.1 * math.log(8)),
+    "finetuned": ({"finetuned": True}, 1 + 0.1 * math.log(8)),
+    "one-beta": ({"beta_fast": 1.0, "beta_slow": 1.0}, 1 + 0.1 * math.log(8)),
+    "nothing": ({"attention_factor": None, "mscale": None}, 1 + 0.1 * math.log(8)),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_forms_of_yarn(name: str) -> None:
+    fields, factor = PUBLISHED[name]
+    config = {"head_dim": 128, "rope_theta": 1e4, "partial_rotary_factor": 0.5, "rope_scaling": {**YARN, **fields}}
+    embedding = LlamaRotaryEmbedding.from_config(config)
+    plain = 1e4 ** (-np.arange(0, 64, 2) / 64)
+
+    def pair_of(beta: float) -> float:
+        return 64 * math.log(4096 / (2 * math.pi * beta)) / (2 * math.log(1e4))
+
+    first, last = pair_of(fields.get("beta_fast", 32)), pair_of(fields.get("beta_slow", 1))
+    if fields.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    stretched = np.clip((np.arange(32) - first) / (last - first), 0, 1)
+    np.testing.assert_allclose(embedding.frequencies, plain * (1 - stretched) + plain / 8 * stretched, rtol=1e-6)
+    np.testing.assert_allclose(embedding.attention_factor, factor, rtol=1e-9)
+
+
+def test_a_fixed_base_among_fields_of_yarn() -> None:
+    """HunYuan's configurations, in which only alpha says something."""
+    scaling = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    config = {"head_dim": 128, "rope_theta": 1e4, "max_position_embeddings": 262144}
+    embedding = LlamaRotaryEmbedding.from_config({**config, "rope_scaling": {**scaling, "type": "dynamic"}})
+    base = 1e4 * 1000.0 ** (128 / 126)
+    np.testing.assert_allclose(embedding.frequencies, base ** (-np.arange(0, 128, 2) / 128), rtol=1e-6)
+    assert embedding.attention_factor == 1
+    del scaling["alpha"]
+    with pytest.raises(ValueError, match="scaling: got beta_fast, beta_slow, mscale, mscale_all_dim with"):
+        LlamaRotaryEmbedding.from_config({**config, "rope_scaling": {**scaling, "type": "dynamic"}})
+
+
+@pytest.mark.parametrize("short", [1.25, 2.0])
+@pytest.mark.parametrize("length", [64, 65])
+def test_attention_factors_of_longrope(short: float, length: int) -> None:
+    """PhiMoE says them, one for each table."""
+    scaling = {**LONGROPE, "short_mscale": short, "long_mscale": 2.0}
+    embedding = LlamaRotaryEmbedding(4, scaling=scaling, max_position_embeddings=256, per_pair=True)
+    positions = jnp.arange(length)
+    frequencies = np.array([1, 0.01]) / np.array(LONGROPE["long_factor"] if length > 64 else LONGROPE["short_factor"])
+    expected = (2.0 if length > 64 else short) * np.cos(np.arange(length)[:, None] * frequencies)
+    for given in (None, length):
+        np.testing.assert_allclose(embedding(positions, given)[0], expected, atol=1e-5)
+    traced = jax.jit(embedding)(positions, jnp.asarray(length))  # pyright: ignore[reportArgumentType]
+    np.testing.assert_allclose(traced[0], expected, atol=1e-5)
+
+
 def test_partial_rotation_of_a_model() -> None:
     """GPT-NeoX: the first quarter of the channels turns, as complex numbers."""
     embedding = LlamaRotaryEmbedding.from_config({"head_dim": 32, "rope_theta": 1e4, "partial_rotary_factor": 0.25})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -85,24 +86,68 @@ def test_vmap_over_an_axis_that_is_split(name):
 FOR_ONE_NUMBER = {"ragged_decode_attention"}
 """Whose plan is made for a number of requests."""
 
+DERIVED = {"query_start_loc": ("r", "r + 1"), "rows": ("n", "2*n")}
+"""Sizes that are computed from others: by an array's name, of which axis and how."""
 
-@pytest.mark.parametrize(
-    "name", [name for name, call in CALLS.items() if any("b" in axes.split() for axes in call.axes.values())]
-)
-def test_export_with_a_symbolic_batch(name):
-    call = CALLS[name]
-    arrays = call.in_dtype("float32")
+
+def exported(call: PublicCall, axis: str) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
+    """How to export a call, and its arrays with a symbolic axis."""
     scope = jax.export.SymbolicScope()
 
     def described(name: str, array: Any) -> jax.ShapeDtypeStruct:
-        axes = zip(call.axes[name].split(), array.shape, strict=True)
-        text = ", ".join("b" if axis == "b" else str(size) for axis, size in axes)
-        return jax.ShapeDtypeStruct(jax.export.symbolic_shape(text, scope=scope), array.dtype)
+        of, size_of = DERIVED.get(name, ("", ""))
+        axes = [*zip(call.axes[name].split(), array.shape, strict=True)]
+        sizes = [axis if one == axis else str(size) for one, size in axes]
+        if of == axis:
+            sizes[0] = size_of
+        shape = jax.export.symbolic_shape(", ".join(sizes), scope=scope) if sizes else ()
+        return jax.ShapeDtypeStruct(shape, array.dtype)
 
-    shapes = {name: described(name, array) for name, array in arrays.items()}
-    export = jax.export.export(jax.jit(call.run))
+    shapes = {name: described(name, array) for name, array in call.in_dtype("float32").items()}
+    return jax.export.export(jax.jit(call.run)), shapes
+
+
+def with_axis(*names: str) -> list[tuple[str, str]]:
+    return [
+        (name, axis)
+        for name, call in CALLS.items()
+        for axis in names
+        if any(axis in axes.split() for axes in call.axes.values())
+    ]
+
+
+@pytest.mark.parametrize(("name", "axis"), with_axis("b"))
+def test_export_with_a_symbolic_batch(name, axis):
+    call = CALLS[name]
+    export, shapes = exported(call, axis)
     if name in FOR_ONE_NUMBER:
         with pytest.raises(ValueError, match="got a symbolic number of requests, b, expected a number"):
             export(shapes)
     else:
-        check(export(shapes).call(arrays), expected(name, "float32")[0])
+        check(export(shapes).call(call.in_dtype("float32")), expected(name, "float32")[0])
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize(("name", "axis"), with_axis("t", "n", "r", "p"))
+def test_export_with_another_symbolic_size(name, axis):
+    """Lengths, tokens, requests and pages: the program is right, or one sentence says what must be a number."""
+    call = CALLS[name]
+    export, shapes = exported(call, axis)
+    refused = ""
+    try:
+        program = export(shapes)
+    except ValueError as error:
+        refused = str(error)
+    if refused:
+        assert re.fullmatch(r"\w+: got .+, expected .+", refused)
+    else:
+        check(program.call(call.in_dtype("float32")), expected(name, "float32")[0])
+
+
+@pytest.mark.parametrize("name", ["grouped_matmul", "unified_attention", "flash_attention"])
+def test_a_symbolic_size_is_named(name):
+    axis, argument = {"flash_attention": ("t", "query")}.get(name, ("n", next(iter(CALLS[name].arrays))))
+    export, shapes = exported(CALLS[name], axis)
+    said = rf"^{argument}: got a symbolic size, {axis}, of axis \d, expected a number; export one program for each size"
+    with pytest.raises(ValueError, match=said):
+        export(shapes)

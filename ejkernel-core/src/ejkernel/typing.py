@@ -140,9 +140,9 @@ LogSumExp = Float32[Array, "*batch queries heads"] | Float64[Array, "*batch quer
 Bias = Float[ArrayLike, "#rows #heads #queries #keys"] | Float[ArrayLike, "#queries #keys"]
 RingBias = Float[ArrayLike, "#rows #heads #queries #all_keys"] | Float[ArrayLike, "#queries #all_keys"]
 """A shard of a ring has its own queries' rows and all keys."""
-BoolMask = Bool[ArrayLike, "#rows #heads #queries #keys"] | Bool[ArrayLike, "#queries #keys"]
 DotProductBias = Bias | Float[ArrayLike, "#heads #queries #keys"]
-DotProductMask = BoolMask | Bool[ArrayLike, "#heads #queries #keys"]
+DotProductMask = Bool[ArrayLike, "..."] | Num[ArrayLike, "..."]
+"""Of booleans, or of 0 and 1 as Flax makes them; Flax's have any number of axes for rows."""
 Sinks = Float[ArrayLike, "heads"] | Float[ArrayLike, "#heads sinks"]
 Weights = Float[Array, "*batch heads queries keys"]
 CumulativeLengths = Integer[ArrayLike, "boundaries"]

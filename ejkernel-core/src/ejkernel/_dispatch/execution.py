@@ -15,7 +15,7 @@ from ejkernel._dispatch.recording import note
 from ejkernel._plugins.containment import contained
 from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.registry import kernel_registry
-from ejkernel.call.arrays import ArraySpec, named
+from ejkernel.call.arrays import ArraySpec, known_size, named
 from ejkernel.call.decision import Decision
 from ejkernel.call.partition import (
     AUTO_ON_TPU,
@@ -131,14 +131,26 @@ def _run_local(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> An
             if not mark:
                 raise
             # The calls of a program are being listed, so that the tuner can find out which of their configs work.
-            results = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), expected)
+            results = _zeros(expected)
     return vary_like(results, arguments)
+
+
+def _zeros(specs: Any) -> Any:
+    return jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs)
+
+
+def _is_empty(arrays: Any) -> bool:
+    """Whether no array of these has elements. Of such results nothing is computed, and such cotangents give gradients of 0, so
+    that no kernel has to be right for them."""
+    return all(0 in map(known_size, array.shape) for _, array in named(arrays))
 
 
 def _traced(
     request: Request, decision: Decision, chosen: Candidate, arguments: tuple[Any, ...], expected: Any, *, listed: bool
 ) -> Any:
     """The implementation's results, by lowered code that an earlier trace left where there is any."""
+    if _is_empty(expected if decision.phase == "forward" else arguments[2]):
+        return _zeros(expected)
 
     def trace(*arguments: Any) -> Any:
         results = _call(chosen, decision.phase, request.call, *arguments, decision.config)

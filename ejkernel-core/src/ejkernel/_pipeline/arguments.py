@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from ejkernel._pipeline.typecheck import checked
+from ejkernel._pipeline.values import check_values, symbolic_size
 from ejkernel.errors import suggestion, warn
 from ejkernel.utils.integers import narrowed
 
@@ -119,6 +120,7 @@ def public(*formerly_positional: str) -> Callable[[Function], Function]:
             if len(args) > limit:
                 options = _by_keyword(function.__name__, formerly_positional, args[limit:], options)
                 args = args[:limit]
+            check_values(function, args, options)
             args = (*map(narrowed, names, args), *args[len(names) :])
             options = {name: narrowed(name, value) for name, value in options.items()}
             try:
@@ -130,10 +132,21 @@ def public(*formerly_positional: str) -> Callable[[Function], Function]:
                     useful = [name for name in known if name not in getattr(function, REFUSED, ())]
                     raise TypeError(_refusal(function.__name__, unknown, useful)) from None
                 raise
+            except Exception as error:
+                if _needs_sizes(error) and (refused := symbolic_size(function, args, options, str(error))) is not None:
+                    raise refused from error
+                raise
 
         return call  # pyright: ignore[reportReturnType]
 
     return decorate
+
+
+def _needs_sizes(error: Exception) -> bool:
+    """Whether code compared symbolic sizes of `jax.export`, or called what takes none; JAX's public modules have no such class."""
+    return type(error).__name__ == "InconclusiveDimensionOperation" or (
+        isinstance(error, NotImplementedError) and "non-constant size" in str(error)
+    )
 
 
 def _by_keyword(function: str, names: tuple[str, ...], values: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:

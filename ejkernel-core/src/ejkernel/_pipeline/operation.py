@@ -11,7 +11,7 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -21,6 +21,7 @@ from ejkernel._dispatch import explanation
 from ejkernel._dispatch.execution import run_forward
 from ejkernel._pipeline import typecheck
 from ejkernel._pipeline.batching import batched_backward, batched_forward
+from ejkernel._pipeline.values import refuse_foreign
 from ejkernel.call.arrays import has_gradient, named
 from ejkernel.call.contract import Contract
 from ejkernel.call.decision import Explanation
@@ -88,7 +89,9 @@ class Operation(Contract):
                 return jax.jit(functools.partial(_bound_and_run, invocation, run=run))(dict(arrays))
             return _invoke(invocation, dict(arrays))
         except TypeError as error:
-            _refuse_foreign(arrays, error)
+            for name, value in arrays.items():
+                for leaf in jax.tree.leaves(value):
+                    refuse_foreign(name, leaf)
             if _NO_JVP in str(error):
                 raise TypeError(f"{self.name}: {error} {_PLAIN_JAX}") from error
             raise
@@ -225,6 +228,8 @@ def _static(name: str, value: Any) -> Any:
         if value.size != 1:
             raise wrong_type(name, f"an array of shape {value.shape}", "a Python value")
         return value.item()
+    if not isinstance(value, Hashable):
+        raise wrong_type(name, type(value).__name__, "a Python value that can be hashed")
     return value
 
 
@@ -240,23 +245,6 @@ def _spelling(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return kind, tuple([_spelling(getattr(value, field.name)) for field in dataclasses.fields(value)])
     return kind
-
-
-def _refuse_foreign(arrays: Mapping[str, Any], error: TypeError) -> None:
-    """Name the argument that JAX takes for no array, such as another framework's tensor."""
-    for name, value in arrays.items():
-        for leaf in jax.tree.leaves(value):
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                continue
-            try:
-                jax.typeof(leaf)
-            except TypeError:
-                kind = type(leaf)
-                exchanged = "jax.dlpack.from_dlpack" if hasattr(leaf, "__dlpack__") else "numpy.asarray"
-                remedy = f"convert it, for example by {exchanged}"
-                raise wrong_type(
-                    name, f"{kind.__module__}.{kind.__qualname__}", "an array of JAX or NumPy", remedy=remedy
-                ) from error
 
 
 def _demands(platform: PlatformChoice, cfg: Any) -> tuple[PlatformChoice, Any]:

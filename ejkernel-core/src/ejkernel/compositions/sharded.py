@@ -169,9 +169,10 @@ def mask_info_specs(mask_info: Any, split: Split) -> Any:
 def _with_streams(plan: Plan, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The dropout streams of the whole problem in place of its seed, so that splitting it drops the same entries."""
     changed = {name: value for name, value in arrays.items() if name != "dropout_seed"}
-    query, rate = arrays["query"], dict(plan.options).get("dropout_prob", 0.0)
+    query, options = arrays["query"], dict(plan.options)
+    rate, same = bind.as_dropout_rate(options.get("dropout_prob", 0.0)), bool(options.get("broadcast_dropout"))
     batch = query.shape[0] if len(query.shape) == 4 else 1
-    streams = bind.dropout_streams(bind.as_dropout_rate(rate), arrays.get("dropout_seed"), batch, query.shape[-2])
+    streams = bind.dropout_streams(rate, arrays.get("dropout_seed"), batch, query.shape[-2], same=same)
     return {**changed, "dropout_streams": streams}
 
 

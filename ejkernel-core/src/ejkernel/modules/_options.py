@@ -47,6 +47,7 @@ class FlashAttentionOptions(_AttentionOptions, ShardingOptions, total=False):
 
     softmax_scale: t.Scalar | None
     causal: t.Flag
+    broadcast_dropout: t.Flag
 
 
 class DotProductOptions(ShardingOptions, total=False):
@@ -62,6 +63,10 @@ class DotProductOptions(ShardingOptions, total=False):
     key_value_seq_lengths: t.Lengths | None
     local_window_size: t.Window | None
     sliding_window: t.Window | None
+    dropout_prob: t.Number
+    dropout_seed: t.Seed | None
+    broadcast_dropout: t.Flag
+    precision: t.PrecisionLike | None
     init_bias: Callable[[], t.DotProductBias] | None
     implementation: t.DotProductImplementation | None
 

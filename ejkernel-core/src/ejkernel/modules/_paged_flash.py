@@ -47,7 +47,7 @@ def attend_over_pages(
     """
     for name, (value, plain) in unserved.items():
         if (value is not None) if plain is None else (value != plain):
-            raise invalid(name, value if isinstance(value, (int, float)) else "an array", f"{plain} with block_tables")
+            raise invalid(name, value if isinstance(value, (int, float, str)) else "an array", f"{plain} with block_tables")
     info = MaskInfo() if mask_info is None else mask_info
     said = [part for part in _UNSAID if getattr(info, part) is not None]
     if said or info.causal_offset:

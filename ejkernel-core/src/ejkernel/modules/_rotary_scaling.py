@@ -24,24 +24,40 @@ _REQUIRED: Mapping[str, tuple[str, ...]] = {
 }
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "dynamic": ("alpha",),
-    "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    "longrope": ("factor", _ORIGINAL, "attention_factor"),
+    "yarn": (
+        "factor",
+        _ORIGINAL,
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "finetuned",
+    ),
+    "longrope": ("factor", _ORIGINAL, "attention_factor", "short_mscale", "long_mscale"),
     "llama3": (_ORIGINAL,),
     "proportional": ("factor", "partial_rotary_factor"),
 }
+_BESIDE_ALPHA = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Fields that HunYuan's models have and do not read."""
 _EVERYWHERE = ("mrope_section", "mrope_interleaved")
-_FLAGS = ("truncate", "mrope_interleaved")
+_FLAGS = ("truncate", "finetuned", "mrope_interleaved")
 _LISTS = ("short_factor", "long_factor", "mrope_section")
 
 
 class Frequencies(NamedTuple):
-    """`short` `[pairs]`, radians per position; for sequences longer than `limit`, `long`, or `short` at a base that grows."""
+    """`short` `[pairs]`, radians per position; for sequences longer than `limit`, `long`, or `short` at a base that grows.
+
+    So for cos and sin: they are multiplied by `attention_factor`, beyond the limit by `long_attention_factor` unless that is None.
+    """
 
     short: np.ndarray
     attention_factor: float = 1.0
     limit: int | None = None
     long: np.ndarray | None = None
     growth: float = 1.0
+    long_attention_factor: float | None = None
 
     def stretch(self, length: Any) -> Any:
         """By how much NTK scaling stretches the slowest period at this length beyond `limit`; a traced length is fine."""
@@ -101,7 +117,7 @@ def _checked(scaling: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if kind not in _REQUIRED:
         raise invalid("scaling", f"rope_type {named!r}", f"one of {', '.join(_REQUIRED)}")
     fields = {name: value for name, value in scaling.items() if name not in ("rope_type", "type") and value is not None}
-    known = (*_REQUIRED[kind], *_OPTIONAL.get(kind, ()), *_EVERYWHERE)
+    known = (*_REQUIRED[kind], *_OPTIONAL.get(kind, ()), *(_BESIDE_ALPHA if "alpha" in fields else ()), *_EVERYWHERE)
     unknown, missing = sorted(set(fields) - set(known)), [name for name in _REQUIRED[kind] if name not in fields]
     if unknown:
         remedy = "leave it out if it does not change the rotation"
@@ -133,9 +149,11 @@ def _length(name: str, value: Any, alternative: str = "") -> int:
 def _llama3(plain: np.ndarray, fields: Mapping[str, Any], original: int) -> np.ndarray:
     """Periods that fit in the original length less than `low` times are stretched, those more than `high` times kept."""
     low, high = fields["low_freq_factor"], fields["high_freq_factor"]
-    if low >= high:
-        raise invalid("scaling", f"low_freq_factor {low} and high_freq_factor {high}", "the first below the second")
-    kept = np.clip((original * plain / (2 * math.pi) - low) / (high - low), 0, 1)
+    if low > high:
+        raise invalid("scaling", f"low_freq_factor {low} and high_freq_factor {high}", "the first not above the second")
+    turns = original * plain / (2 * math.pi)
+    # Where both factors are one number, as in Llama 4, there is a step and no ramp.
+    kept = np.where(turns >= high, 1, np.clip((turns - low) / (high - low or 1), 0, 1))
     return plain * (kept + (1 - kept) / fields["factor"])
 
 
@@ -172,4 +190,5 @@ def _longrope(dim: int, base: float, fields: Mapping[str, Any], original: int, f
     attention_factor = fields.get("attention_factor")
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(max(factor, 1)) / math.log(original))
-    return Frequencies(tables[0], attention_factor, limit=original, long=tables[1])
+    short, long = (fields.get(name, attention_factor) for name in ("short_mscale", "long_mscale"))  # PhiMoE
+    return Frequencies(tables[0], short, original, tables[1], long_attention_factor=None if long == short else long)

@@ -16,7 +16,7 @@ from ejkernel.modules._frameworks import honours_masks, no_attention_function
 from ejkernel.modules._options import FlashAttentionOptions, VarlenOptions
 from ejkernel.modules._paged_flash import attend_over_pages
 from ejkernel.operations.common.dtypes import dtype_name
-from ejkernel.operations.flash_attention.bind import as_dropout_rate, as_flag
+from ejkernel.operations.flash_attention.bind import as_dropout_rate, as_flag, as_logits_dtype
 from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, made_bias, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.operations.flash_attention.weights import with_weights
@@ -90,6 +90,7 @@ def flash_attention(
     causal: t.Flag = False,
     causal_alignment: t.CausalAlignment | None = None,
     dropout_seed: t.Seed | None = None,
+    broadcast_dropout: t.Flag = False,
     sliding_window: t.Window | None = None,
     chunk_size: t.TracedCount | None = None,
     logits_soft_cap: t.Number | None = None,
@@ -127,6 +128,7 @@ def flash_attention(
         causal_alignment: "top_left", which None means too: query i is at position i; "bottom_right": at `i + S - T`. With
             cum_seqlens, of each sequence. Needs `causal`.
         dropout_seed: int, integer scalar or PRNG key; the same seed drops the same entries on every platform and sharding.
+        broadcast_dropout: drop the same entries of all rows and heads.
         sliding_window: `(left, right)` keys around the query's position, inclusive, None = unlimited; an int w means (w, w).
         chunk_size: a query sees only keys of its own chunk of this many positions.
         logits_soft_cap: c > 0 turns logits into `c * tanh(logits / c)`.
@@ -169,6 +171,8 @@ def flash_attention(
                 "dropout_prob": (dropout_prob, 0.0),
                 "chunk_size": (chunk_size, None),
                 "normalize_output": (normalize_output, True),
+                "broadcast_dropout": (broadcast_dropout, False),
+                "logits_dtype": (as_logits_dtype(logits_dtype, query.dtype), as_logits_dtype(None, query.dtype)),
             },
             causal=causal,
             causal_alignment=causal_alignment,
@@ -190,6 +194,7 @@ def flash_attention(
     options = {
         "softmax_scale": softmax_scale,
         "dropout_prob": dropout_prob,
+        "broadcast_dropout": broadcast_dropout,
         "causal": causal,
         "causal_alignment": causal_alignment,
         "sliding_window": sliding_window,

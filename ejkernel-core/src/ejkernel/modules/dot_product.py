@@ -11,7 +11,7 @@ from ejkernel.compositions import sharded as _sharded
 from ejkernel.errors import invalid
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
-from ejkernel.modules._frameworks import refuses_masks
+from ejkernel.modules._frameworks import honours_masks
 from ejkernel.modules._options import DotProductOptions
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, made_bias, packed
@@ -68,7 +68,7 @@ def scaled_dot_product_attention(
 
 
 @public(*_POSITIONAL[3:])
-@refuses_masks("use flash_attention")
+@honours_masks
 def scaled_dot_product_attention(
     query: t.Queries,
     key: t.Keys,
@@ -87,6 +87,10 @@ def scaled_dot_product_attention(
     key_value_seq_lengths: t.Lengths | None = None,
     local_window_size: t.Window | None = None,
     sliding_window: t.Window | None = None,
+    dropout_prob: t.Number = 0.0,
+    dropout_seed: t.Seed | None = None,
+    broadcast_dropout: t.Flag = False,
+    precision: t.PrecisionLike | None = None,
     init_bias: Callable[[], t.DotProductBias] | None = None,
     implementation: t.DotProductImplementation | None = None,
     return_residual: t.Flag = False,
@@ -105,7 +109,7 @@ def scaled_dot_product_attention(
         bias: floating `[B|1, H|1, T|1, S|1]`, `[H|1, T|1, S|1]` or `[T|1, S|1]`.
         cum_seqlens_q: int `[R + 1]`; see `flash_attention`.
         cum_seqlens_k: int `[R + 1]`.
-        mask: bool, shaped like bias; True = visible.
+        mask: bool, or 0 and 1, shaped like bias; True = visible.
         mask_info: a `MaskInfo`; holds together with everything else.
         scale: factor on the products; None means `1 / sqrt(D)`. `softmax_scale` is another name for it.
         softmax_scale: see scale.
@@ -115,6 +119,7 @@ def scaled_dot_product_attention(
         key_value_seq_lengths: int `[B]`; keys from there on are not seen.
         local_window_size: `(left, right)`, inclusive; an int w means (w, w). `sliding_window` is another name for it.
         sliding_window: see local_window_size.
+        dropout_prob, dropout_seed, broadcast_dropout, precision: see `flash_attention`.
         init_bias: makes the bias when `bias` is None.
         implementation: JAX's name of a platform: "xla", or "cudnn" for "cuda.cudnn"; None leaves it to `platform`.
         return_residual: return the log-sum-exp too.
@@ -135,11 +140,14 @@ def scaled_dot_product_attention(
     if init_bias is not None:
         bias = made_bias(bias, init_bias)
     bias, mask = (_of_heads(name, array, mesh) for name, array in (("bias", bias), ("mask", mask)))
-    arrays = given_arrays(query, key, value, bias, None, mask_info, None)
+    arrays = given_arrays(query, key, value, bias, None, mask_info, dropout_seed)
     options = {
         "softmax_scale": _one_of("scale", scale, "softmax_scale", softmax_scale),
         "causal": bind.as_flag("is_causal", is_causal) | bind.as_flag("causal", causal),
         "sliding_window": _one_of("local_window_size", local_window_size, "sliding_window", sliding_window),
+        "dropout_prob": dropout_prob,
+        "broadcast_dropout": broadcast_dropout,
+        "precision": precision,
         "return_lse": bind.as_flag("return_residual", return_residual),
     }
     lengths = {"query_lengths": query_seq_lengths, "key_lengths": key_value_seq_lengths}

@@ -7,7 +7,7 @@ from typing import Any
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel._pipeline.operation import Operation
-from ejkernel.errors import wrong_type
+from ejkernel.errors import argument_names, wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.common.rotary.interface import check_pairs
 from ejkernel.operations.qk_norm_rope.interface import OPERATION as _QK_NORM_ROPE
@@ -15,6 +15,7 @@ from ejkernel.operations.rope.interface import OPERATION as _ROPE
 
 
 @public()
+@argument_names(query="x")
 def rope(
     x: t.RotaryHeads,
     cos: t.Angles,
@@ -59,6 +60,7 @@ def rope(
 
 
 @public()
+@argument_names(query="q", key="k")
 def llama_rope(
     q: t.RotaryHeads,
     k: t.RotaryHeads,
@@ -107,6 +109,7 @@ def llama_rope(
 
 
 @public()
+@argument_names(query="q", key="k", query_scale="q_scale", key_scale="k_scale")
 def fused_qk_norm_rope(
     q: t.RotaryHeads,
     k: t.RotaryHeads,

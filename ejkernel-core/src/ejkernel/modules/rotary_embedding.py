@@ -24,7 +24,8 @@ class LlamaRotaryEmbedding:
     The exception is rope_type "dynamic" with a traced length beyond the limit, whose frequencies are float32.
 
     Attributes: `dim`, the number of rotated channels, for `rotary_dim=`; `frequencies` `[dim / 2]`, float32, radians per position
-    (of short sequences); `attention_factor`, by which cos and sin are multiplied.
+    (of short sequences); `attention_factor`, by which cos and sin are multiplied
+    (of short sequences).
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class LlamaRotaryEmbedding:
                 "default"; "linear" and "ntk": factor; "dynamic": factor, alpha (fixes the base); "llama3": factor, low_freq_factor,
                 high_freq_factor, original_max_position_embeddings; "yarn": factor, original_max_position_embeddings, beta_fast,
                 beta_slow, attention_factor, mscale, mscale_all_dim, truncate; "longrope": short_factor, long_factor, factor,
-                original_max_position_embeddings, attention_factor; "proportional": partial_rotary_factor, factor.
+                original_max_position_embeddings, attention_factor, short_mscale, long_mscale; "proportional":
+                partial_rotary_factor, factor.
                 With any of them `mrope_section` (pairs per row of the positions) and `mrope_interleaved`.
             max_position_embeddings: length of the model, for types that need it and have no original length of their own.
             interleaved: repeat each number for neighbouring channels instead of for both halves, as `llama_rope(interleaved=True)`
@@ -146,9 +148,19 @@ class LlamaRotaryEmbedding:
             raise wrong_type("position_ids", f"dtype {position_ids.dtype}", "integers or floating numbers")
         angles = self._angles(position_ids, length)
         cos, sin = jnp.cos(angles), jnp.sin(angles)
-        if self.attention_factor != 1:
-            cos, sin = cos * np.float32(self.attention_factor), sin * np.float32(self.attention_factor)
+        factor = self._attention_factor(position_ids, length)
+        if factor is not None:
+            cos, sin = cos * factor, sin * factor
         return self._per_channel(cos), self._per_channel(sin)
+
+    def _attention_factor(self, positions: jax.Array, length: Any) -> Any:
+        """What multiplies cos and sin; None for 1."""
+        short, long = self.attention_factor, self._scaled.long_attention_factor
+        if long is None:
+            return None if short == 1 else np.float32(short)
+        assert self._scaled.limit is not None
+        length = jnp.max(positions, initial=0) + 1 if length is None else length
+        return jnp.where(jnp.asarray(length > self._scaled.limit), np.float32(long), np.float32(short))
 
     def _per_channel(self, table: jax.Array) -> jax.Array:
         if self.per_pair:

@@ -48,7 +48,7 @@ def _convolve(call: CausalConv1dCall, inputs: CausalConv1dInputs, runs: Runs | N
         if runs is not None:
             shifted = jnp.where((runs.seen >= back)[..., None], shifted, jnp.zeros((), wide))
         out = out + shifted * weight[:, None, :, before - back]
-    if state is not None and runs is not None:
+    if state is not None and runs is not None and length:
         out = _add_state(call, out, weight, state.astype(wide), runs.first)
     if inputs.bias is not None:
         out = out + inputs.bias.astype(wide)[:, None]

@@ -63,6 +63,7 @@ CASES = (
     Case("packed-steps", arrays(1, 5, bounds=(0, 1, 2, 3, 4), state=True), _STATE),
     Case("length-1", arrays(length=1, state=True), _STATE),
     Case("length-0", arrays(length=0, state=True), _STATE),
+    Case("packed-length-0", arrays(1, 0, bounds=(0, 0, 0), state=True), _STATE),
     Case("no-batch", arrays(0, 4), _SILU),
     Case("long", arrays(1, 300, 40, state=True), _STATE),
     Case("bench-b1-t1024-c1024-w4", arrays(1, 1024, 1024), _SILU, tags=frozenset({"bench-cpu"})),

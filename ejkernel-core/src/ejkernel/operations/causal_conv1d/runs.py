@@ -77,6 +77,8 @@ def last_inputs(call: CausalConv1dCall, x: Any, state: Any, runs: Runs | None) -
     (first, _), (start, stop) = ([jnp.broadcast_to(edge, shape)[..., None] for edge in run] for run in (runs.first, runs.last))
     token = stop - before + jnp.arange(before, dtype=jnp.int32)[None, None]
     pick = jax.vmap(lambda rows, at: rows.at[at].get(mode="fill", fill_value=0))
+    if length == 0:  # JAX reads nothing from arrays without rows, not even what to fill with
+        x = jnp.zeros((batch, 1, channels), x.dtype)
     final = pick(x.astype(dtype), jnp.where(token >= start, token, length))
     if state is not None:
         row = jnp.where((token < start) & (start == first), before + token - start, before)

@@ -227,8 +227,8 @@ def seed_words(seed: Any) -> Any:
     return dropout.mix(seed[:2]) ^ seed[2:] if seed.shape == (4,) else jnp.asarray(seed)
 
 
-def dropout_streams(rate: float, seed: Any, batch: int, heads: int) -> Any:
-    """The streams `[B, H, 2]` of a seed; None without dropout; seed 0 with one warning when no seed is given."""
+def dropout_streams(rate: float, seed: Any, batch: int, heads: int, *, same: bool = False) -> Any:
+    """The streams `[B, H, 2]` of a seed, with `same` one for all; None without dropout; seed 0 with one warning without a seed."""
     words = None if seed is None else seed_words(seed)  # checked where nothing is dropped, too
     if not rate:
         return None
@@ -236,6 +236,8 @@ def dropout_streams(rate: float, seed: Any, batch: int, heads: int) -> Any:
         remedy = "pass a seed or a PRNG key"
         warn_once("dropout_prob", f"without dropout_seed it drops the same entries at every call; {remedy}", EjkernelWarning)
         words = seed_words(0)
+    if same:
+        return jnp.broadcast_to(dropout.streams(words, 1, 1), (batch, heads, 2))
     return dropout.streams(words, batch, heads)
 
 

@@ -142,6 +142,7 @@ class FlashAttention(Operation):
         prefix: int | None = None,
         logits_soft_cap: float | None = None,
         dropout_prob: float = 0.0,
+        broadcast_dropout: bool = False,
         normalize_output: bool = True,
         logits_dtype: Any = "float32",
         precision: Any = None,
@@ -173,6 +174,7 @@ class FlashAttention(Operation):
             prefix: keys before this position are exempt from `causal`.
             logits_soft_cap: c in `c * tanh(logits / c)`, > 0.
             dropout_prob: in [0, 1).
+            broadcast_dropout: the same entries of all rows and heads.
             normalize_output: whether to divide by the softmax denominator.
             logits_dtype: "float32" keeps the products as accumulated; a smaller dtype rounds them.
             precision: of the products.
@@ -206,7 +208,8 @@ class FlashAttention(Operation):
         if dropout_streams is not None and rate:
             bind.check_dropout_streams(dropout_streams, batch, heads)
         elif dropout_streams is None:
-            dropout_streams = bind.dropout_streams(rate, dropout_seed, batch, heads)
+            same = bind.as_flag("broadcast_dropout", broadcast_dropout)
+            dropout_streams = bind.dropout_streams(rate, dropout_seed, batch, heads, same=same)
         inputs = FlashAttentionInputs(
             query=query,
             key=key,

@@ -71,6 +71,7 @@ CASES = (
     Case("one-expert", arrays(4, 1), {"k": 1, "scoring": "sigmoid"}),
     Case("one-token", arrays(1, 256, bias=True), _V3),
     Case("no-tokens", arrays(0, 8), {"k": 2}),
+    Case("no-tokens-groups", arrays(0, 8), {"k": 2, "num_groups": 4, "top_groups": 2}),
     Case("many", arrays(130, 256, bias=True), _V3),
     Case("bench-t2048-e64-k8", arrays(2048, 64), {"k": 8}, tags=_CPU),
     Case("bench-t2048-e256-k8", arrays(2048, 256, bias=True), _V3, tags=_CPU),

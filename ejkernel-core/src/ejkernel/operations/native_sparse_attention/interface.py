@@ -199,7 +199,8 @@ def _counts(block_counts: Any, rows: tuple[int, int, int], slots: int) -> Any:
     check_integers("block_counts", block_counts)
     if tuple(block_counts.shape) != rows:
         raise invalid("block_counts", f"shape {tuple(block_counts.shape)}", f"an int, or [B,T,K] = {rows}")
-    return block_counts
+    most = min(slots, jnp.iinfo(block_counts.dtype).max)
+    return jnp.minimum(jnp.asarray(block_counts), jnp.asarray(most, block_counts.dtype)).astype(jnp.int32)
 
 
 def _sequence_starts(cu_seqlens: Any, batch: int, length: int) -> Any:
@@ -222,8 +223,9 @@ def _that_count(block_indices: Any, counts: Any, starts: Any, block_size: int) -
     position = position if starts is None else position - starts
     # Compared as block numbers, not as tokens: `block_indices * block_size` could overflow.
     last = jnp.where(position < 0, NOTHING, position // block_size)[:, :, None, None]
+    block_indices = jnp.asarray(block_indices).astype(jnp.int32)  # what int32 cannot hold is negative, and far in the future
     counted = (block_indices >= 0) & (block_indices <= last)
-    slot = jnp.arange(slots).reshape(1, 1, 1, slots)
+    slot = jnp.arange(slots, dtype=jnp.int32).reshape(1, 1, 1, slots)
     if isinstance(counts, int):
         counted &= slot < counts
     elif counts is not None:

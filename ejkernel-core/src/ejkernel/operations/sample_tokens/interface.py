@@ -136,8 +136,8 @@ class SampleTokens(Operation):
         """Of numbers and NumPy arrays; those of JAX would have to be waited for."""
         for name, (least, most) in _RANGES.items():
             value = arrays.get(name)
-            if isinstance(value, (int, float, np.generic, np.ndarray)) and np.any(
-                np.less(value, least) | np.greater(value, most)
+            if isinstance(value, (int, float, np.generic, np.ndarray)) and not np.all(
+                np.greater_equal(value, least) & np.less_equal(value, most)  # not so of NaN
             ):
                 raise invalid(name, value, f"{'a value' if np.ndim(value) == 0 else 'values'} in [{least:g}, {most:g}]")
 
