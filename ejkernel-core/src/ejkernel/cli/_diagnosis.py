@@ -278,11 +278,15 @@ def _device_problems(report: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _cache_problems(report: dict[str, Any]) -> list[dict[str, str]]:
-    """A cache folder that cannot be used is a problem where the user chose it; elsewhere it is only shown."""
+    """A cache folder that cannot be used is a problem where the user chose it; elsewhere it is only shown. What others can write to
+    is a problem anywhere."""
     cache, problems = report["cache"], []
     chosen = any(s["name"] == "EJKERNEL_CACHE_DIR" and s["value"] for s in report["settings"])
     if cache["error"] and chosen:
         problems.append(_problem(f"tuning cache: {cache['error']}", "set EJKERNEL_CACHE_DIR to a folder that can be written"))
+    for complaint in cache["distrusted"]:
+        what, _, remedy = complaint.partition("; ")
+        problems.append(_problem(f"cache: {what}", remedy))
     if unreadable := cache["states"].get("unreadable", 0):
         problems.append(_problem(f"tuning cache: {unreadable} unreadable entries", "ejkernel cache clear"))
     return problems
