@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ejkernel._plugins.containment import contained
+from ejkernel._plugins.containment import contained, imported, raised
 from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.call.decision import Decision, Verdict
@@ -16,8 +16,7 @@ from ejkernel.call.records import given_fields
 from ejkernel.call.request import Request
 from ejkernel.configs.quarantine import QuarantinedError
 from ejkernel.configs.select import Selected, preferred_platform, select
-from ejkernel.errors import in_one_line
-from ejkernel.plugin import Phase, resolve
+from ejkernel.plugin import Phase
 
 
 def decide(request: Request, phase: Phase) -> Decision:
@@ -141,17 +140,13 @@ def _priority(request: Request, candidate: Candidate) -> Priority:
 
 
 def _ask_supports(request: Request, candidate: Candidate) -> tuple[str, str]:
-    def ask() -> Any:
-        return resolve(candidate.implementation.supports)(request.call, request.target)  # pyright: ignore[reportArgumentType]
-
+    who = f"supports() of {candidate.id!r}"
     try:
-        reason = contained(f"supports() of {candidate.id!r}", ask)
-    except KeyboardInterrupt:
-        raise
+        reason = contained(who, imported(who, candidate.implementation.supports), request.call, request.target)
     except jax.errors.InconclusiveDimensionOperation:
         return "its support depends on a symbolic dimension", "refused"
-    except BaseException as error:  # noqa: BLE001 - also SystemExit: a raise means broken, and never ends the user's program
-        return f"supports() raised {in_one_line(error)}", "broken"
+    except Exception as error:  # noqa: BLE001 - a raise means broken, and never ends the user's program
+        return f"supports() raised {raised(error)}", "broken"
     if reason is not None and not isinstance(reason, str):
         return f"supports() returned {type(reason).__name__}, expected None or a reason", "broken"
     return (reason or "", "refused" if reason is not None else "available")

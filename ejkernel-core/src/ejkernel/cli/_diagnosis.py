@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel._plugins.records import PLUGIN_IMPORT_PATIENCE, PluginRecord
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel._plugins.settings import read_settings, unknown_settings
+from ejkernel._plugins.surroundings import Surroundings, restore_environment
 from ejkernel.call.policy import environment_platforms, policy_for_call
 from ejkernel.cli import _probes
 from ejkernel.cli._commands import Command, load
@@ -49,7 +51,7 @@ def diagnose(commands: Sequence[Command], timeout: float = _probes.TIMEOUT) -> d
             "versions": installed_versions(records),
             "plugins": [record.to_dict() for record in records],
             "registered": registrations(),
-            "commands": [load(command)[0].to_dict() for command in commands],
+            "commands": [_examined(command).to_dict() for command in commands],
             "settings": [setting.to_dict() for setting in read_settings()],
             "unknown_settings": unknown_settings(),
             "foreign_distributions": foreign_distributions(),
@@ -99,6 +101,16 @@ def registrations() -> list[dict[str, str]]:
 def _name_of(code: Any) -> str:
     name = getattr(code, "__qualname__", type(code).__qualname__)
     return f"{getattr(code, '__module__', '?')}.{name}"
+
+
+def _examined(command: Command) -> Command:
+    """A command after its import, which was not asked for: what that changed is put back."""
+    before, environment = Surroundings("everything"), dict(os.environ)
+    try:
+        return load(command)[0]
+    finally:
+        before.restore()
+        restore_environment(environment)
 
 
 def unknown_operations() -> list[dict[str, str]]:
