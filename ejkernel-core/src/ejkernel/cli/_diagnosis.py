@@ -24,7 +24,7 @@ from ejkernel.cli._foreign import OURS, foreign_distributions
 from ejkernel.cli.output import first_line
 from ejkernel.errors import suggestion
 from ejkernel.plugin import FALLBACK, FIRST_PARTY
-from ejkernel.utils.known_versions import matching
+from ejkernel.utils.known_versions import TESTED_JAX, matching, untested_jax
 
 _ALWAYS = (OURS, "jax", "jaxlib", "numpy")
 _RELATED = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "triton", "jax-triton")
@@ -65,7 +65,9 @@ def diagnose(commands: Sequence[Command], timeout: float = _probes.TIMEOUT) -> d
     report["references"] = dict(zip(examined, findings[: len(examined)], strict=True))
     report["diagnoses"] = dict(zip(hooks, findings[len(examined) :], strict=True))
     report["known_combinations"] = known_combinations(report["versions"])
-    report["advice"] = missing_plugins(report)
+    report["tested_jax"] = [*TESTED_JAX]
+    untested = untested_jax(report["versions"]["jax"] or "0")
+    report["advice"] = [*([untested] if untested else []), *missing_plugins(report)]
     report["problems"] = [problem for find in _PROBLEMS for problem in find(report)]
     report["ok"] = not report["problems"]
     return report
