@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -150,8 +151,9 @@ def bill_of_materials(built: Iterable[Path], locks: Iterable[str]) -> str:
         bom.register_dependency(part, [*needed, *(parts if name == "ejkernel-cuda" else [])])
     content = "".join(digest for found in digests.values() for digest in sorted(found))
     bom.serial_number = uuid.uuid5(_NAMESPACE, f"ejkernel {version} {content}")
-    text = JsonV1Dot6(bom).output_as_string(indent=1)
-    return re.sub(r'\n +"timestamp": "[^"]*",?', "", text) + "\n"
+    document = json.loads(JsonV1Dot6(bom).output_as_string())
+    del document["metadata"]["timestamp"]  # of today, which says nothing of the release
+    return json.dumps(document, indent=1, sort_keys=True) + "\n"
 
 
 def _direct(project: dict[str, Any]) -> set[str]:
