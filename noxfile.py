@@ -53,6 +53,9 @@ FRAMEWORKS = ("dm-haiku", "equinox", "flax", "optax")
 SITE = ("zensical==0.0.73", "mkdocstrings[python]==1.0.8")
 """What builds the documentation site."""
 
+DOCUMENTERS = ("cyclonedx-python-lib[json-validation]>=11", "uv>=0.9")
+"""What writes and checks the documents of a release."""
+
 CHECKERS = ("nox", "pyright[nodejs]==1.1.414", "ruff==0.17.5")
 
 nox.options.sessions = [
@@ -423,16 +426,19 @@ def site(session: nox.Session) -> None:
 def release(session: nox.Session) -> None:
     """Source distributions and wheels of everything into dist/, each wheel from its source distribution, and checked.
 
-    Of ejkernel-cuda the source distribution: its wheel is built where it is published from, in a manylinux image with nvcc.
+    Beside them constraints with hashes for each kind of machine, and a bill of materials. Of ejkernel-cuda the source distribution:
+    its wheel is built where it is published from, in a manylinux image with nvcc.
     """
     python = main_environment(session)
-    session.run(*pip(python), "install", "build", "twine>=6", external=True)
+    session.run(*pip(python), "install", "build", "twine>=6", *DOCUMENTERS, external=True)
     out = ROOT / "dist"
     shutil.rmtree(out, ignore_errors=True)
     for name in (*(f"ejkernel-{part}" for part in ("core", *PLATFORMS)), *COMMANDS):
         parts = ("--sdist",) if name == "ejkernel-cuda" else ()
         session.run(str(python), "-m", "build", *parts, "--outdir", str(out), str(ROOT / name), external=True, silent=True)
     session.run(str(python), "-m", "twine", "check", "--strict", *map(str, sorted(out.iterdir())), external=True)
+    session.run(str(python), "tools/release_documents.py", str(out), external=True)
+    pytest(session, python, "tests/test_release_documents.py", env={"EJKERNEL_RELEASE": str(out)})
 
 
 @nox.session(python=False)

@@ -1,4 +1,5 @@
-"""Write the generated tables of the pages, from the plugins' records, the metadata and what is recorded in benchmarks/results.
+"""Write the generated tables of the pages, from the plugins' records, the metadata and what is recorded in benchmarks/results, and
+the measured numbers in their text (tools/measured.py).
 
 python tools/generated_tables.py            rewrite the pages
 python tools/generated_tables.py --check    exit 1 if one is out of date
@@ -23,6 +24,10 @@ from ejkernel_bench._order import as_dispatched_now
 from ejkernel_bench._standing import Standing, against, standing
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from measured import filled  # noqa: E402 - a script beside this one, also where a test loads this file
+
 RESULTS = ROOT / "benchmarks" / "results"
 PLATFORMS = ("xla", "triton", "pallas", "cuda")
 
@@ -306,42 +311,44 @@ def variables() -> str:
 
 
 def losses() -> str:
-    """Cases that a peer runs faster, from every recorded benchmark, in Markdown."""
+    """Cases that a peer runs faster by the median, from every recorded benchmark, in Markdown."""
     return "\n".join(lost_cases([(path.name, read_document(path)) for path in sorted(RESULTS.glob("bench_*.json"))]))
 
 
 def lost_cases(documents: Sequence[tuple[str, Document]]) -> list[str]:
     """For each kind of device how many are lost, and a row for each with the fastest peer, worst first.
 
-    Of records of one case beside one peer the newest counts.
+    A case is listed if the peer's median is the shorter one; where the interval of the ratio includes 1 it is unresolved, and says
+    so. Of records of one case beside one peer the newest counts.
     """
-    kinds: dict[str, dict[tuple[str, ...], tuple[str, Case, Standing]]] = {}
+    kinds: dict[str, dict[tuple[str, ...], tuple[str, str, Case, Standing]]] = {}
     for name, document in sorted(documents, key=lambda pair: pair[1].date):
         for case in as_dispatched_now(document).cases:
             for peer in (run for run in case.runs if run.kind == "peer" and run.ok):
                 if (found := against(case, peer)).word != "alone":
-                    kinds.setdefault(document.kind, {})[*case.key, peer.name] = (name, case, found)
-    lines = []
+                    kinds.setdefault(document.kind, {})[*case.key, peer.name] = (name, document.date[:10], case, found)
+    lines: list[str] = []
     for kind, newest in sorted(kinds.items()):
-        worst: dict[tuple[str, ...], tuple[str, Case, Standing]] = {}
-        for one in sorted(newest.values(), key=lambda one: one[2].ratio or 0):
-            worst.setdefault(one[1].key, one)
-        lost = [one for one in worst.values() if one[2].word == "loss"]
-        lines += ["", f"## {kind}", "", f"{len(lost)} of {len(worst)} cases that a peer runs too are lost.", ""]
-        lines += (
-            ["| case | dtype | phase | ours | its time / ours | faster | record |", "|---|---|---|---|---|---|---|"]
-            if lost
-            else []
-        )
-        lines += [_lost_row(*one) for one in lost]
+        worst: dict[tuple[str, ...], tuple[str, str, Case, Standing]] = {}
+        for one in sorted(newest.values(), key=lambda one: one[3].ratio or 0):
+            worst.setdefault(one[2].key, one)
+        behind = [one for one in worst.values() if one[3].ratio and one[3].ratio < 1]
+        lost = sum(one[3].word == "loss" for one in behind)
+        counted = f"{lost} of {len(worst)} cases that a peer runs too are lost"
+        lines += ["", f"## {kind}", "", f"{counted}, and {len(behind) - lost} more are behind and unresolved.", ""]
+        if behind:
+            head = ("case", "dtype", "phase", "ours", "its time / ours", "faster", "record", "made")
+            lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        lines += [_lost_row(*one) for one in behind]
     return lines[1:]
 
 
-def _lost_row(record: str, case: Case, found: Standing) -> str:
+def _lost_row(record: str, made: str, case: Case, found: Standing) -> str:
     assert case.ours and found.ratio and found.interval
     low, high = found.interval
     label = f"`{case.operation} {case.case.removeprefix('bench-')}` | {case.dtype} | {case.phase} | {case.ours.name}"
-    return f"| {label} | {found.ratio:.2f} ({low:.2f} to {high:.2f}) | {found.peer} | `{record}` |"
+    ratio = f"{found.ratio:.2f} ({low:.2f} to {high:.2f})" + ("" if found.word == "loss" else ", unresolved")
+    return f"| {label} | {ratio} | {found.peer} | `{record}` | {made} |"
 
 
 PAGES = {
@@ -361,13 +368,14 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     outdated = []
-    for name, tables in PAGES.items():
-        page = ROOT / name
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        name = page.relative_to(ROOT).as_posix()
         text = fresh = page.read_text()
-        for title, table in tables.items():
+        for title, table in PAGES.get(name, {}).items():
             begin, end = f"<!-- {title}: generated by tools/generated_tables.py -->", f"<!-- end of {title} -->"
             head, _, rest = fresh.partition(begin)
             fresh = f"{head}{begin}\n{table()}\n{end}{rest.partition(end)[2]}"
+        fresh = filled(fresh)
         if fresh != text:
             outdated.append(name)
             if not check:

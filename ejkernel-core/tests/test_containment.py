@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import sys
+import warnings
 
+import jax
 import jax.numpy as jnp
 import pytest
+from conftest import plain_forward
 
 import ejkernel
-from ejkernel import PluginError, explain, kernel_registry
+from ejkernel import EjkernelError, PluginError, explain, kernel_registry, tuning
+from ejkernel._dispatch import lowered as _lowered
+from ejkernel._plugins.containment import EndedError, contained
 from ejkernel._plugins.records import PluginRecord
-from ejkernel.errors import FallbackWarning, NoConfigError
+from ejkernel.errors import CacheWarning, FallbackWarning, NoConfigError
 from ejkernel.plugin import ConfigSpace, Implementation, Plugin
 
 X = jnp.ones((2, 8))
@@ -143,9 +150,8 @@ def third_party():
     records = kernel_registry.records
 
     def add(**fields):
-        implementation = Implementation(
-            operation="rms_norm", target=lambda call, inputs, config: None, accepts=("scale",), **fields
-        )
+        fields.setdefault("target", lambda call, inputs, config: None)
+        implementation = Implementation(operation="rms_norm", accepts=("scale",), **fields)
         plugin = Plugin("stranger", 2, "made up", implementations=(implementation,))
         kernel_registry.load([*records, PluginRecord("stranger", "ejk-stranger", "1.0", "stranger", "ok", plugin=plugin)])
 
@@ -277,13 +283,121 @@ def test_a_kernel_that_ends_the_process_ends_its_call(platform):
         ejkernel.rms_norm(X, platform="acme")
 
 
-def test_a_heuristic_that_ends_the_process_ends_its_call(platform):
-    def heuristic(call, target):
-        raise SystemExit(3)
+def ends(*arguments):
+    raise SystemExit(3)
 
-    platform(print, configs=ConfigSpace(PluginRecord, heuristic, lambda call, target: []))
+
+@dataclasses.dataclass(frozen=True)
+class Ends:
+    """A config that ends the program where its knob is not the heuristic's."""
+
+    rows: int = 1
+
+    def __post_init__(self):
+        if self.rows != 1:
+            raise SystemExit(3)
+
+
+def test_a_heuristic_that_ends_the_process_ends_its_call(platform):
+    platform(print, configs=ConfigSpace(PluginRecord, ends, lambda call, target: []))
     with pytest.raises(NoConfigError, match="its heuristic raised SystemExit: 3"):
         ejkernel.rms_norm(X, platform="acme")
+
+
+def test_a_search_space_that_ends_the_process_ends_its_tuning(platform):
+    def lazy(call, target):
+        yield Ends()
+        raise SystemExit(3)
+
+    platform(plain_forward, configs=ConfigSpace(Ends, lambda call, target: Ends(), lazy))
+    with pytest.raises(NoConfigError, match="its search space raised SystemExit: 3"):
+        ejkernel.autotune(lambda x: ejkernel.rms_norm(x, platform="acme"), X)
+
+
+def test_a_config_that_ends_the_process_is_an_illegal_value(platform):
+    platform(plain_forward, configs=ConfigSpace(Ends, lambda call, target: Ends(), lambda call, target: [Ends()]))
+    with pytest.raises(ValueError, match=r"^cfg: got rows=2, expected legal values for Ends\(rows\); .*SystemExit: 3"):
+        ejkernel.rms_norm(X, platform="acme", cfg={"rows": 2})
+    entry = tuning.autotune(lambda x: ejkernel.rms_norm(x, platform="acme"), X).entries[0]
+    result = tuning.AutotuningResult((dataclasses.replace(entry, config={"rows": 2}),))
+    with result, pytest.warns(CacheWarning, match="stored config ignored: .*SystemExit: 3"):
+        assert explain("rms_norm", X, platform="acme").forward.config == Ends()
+
+
+@pytest.mark.parametrize(
+    "error", ["raise SystemExit(3)", "raise KeyError('x')", "class Odd(BaseException): pass\nraise Odd('x')"]
+)
+@pytest.mark.parametrize("field", ["target", "supports", "configs", "lowered_from"])
+def test_a_module_that_ends_the_process_is_named(tmp_path, monkeypatch, third_party, field, error):
+    (tmp_path / "acme_ends.py").write_text(error)
+    (tmp_path / "acme_norm.py").write_text("from conftest import plain_forward as forward\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    third_party(**{"target": "acme_norm:forward", field: "acme_ends:anything"})
+    with pytest.raises(EjkernelError) as raised:
+        ejkernel.rms_norm(X, platform="stranger")
+    assert "stranger" in str(raised.value) and error.split("(")[0].split()[-1].removesuffix(":") in str(raised.value)
+    assert "acme_ends" not in sys.modules
+
+
+@pytest.mark.parametrize("error", [SystemExit(5), GeneratorExit(), ValueError("no driver")])
+def test_a_lowered_from_that_raises_is_named(tmp_path, monkeypatch, third_party, error):
+    (tmp_path / "acme_norm.py").write_text("from conftest import plain_forward as forward\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(_lowered, "_IMPORTED", float("inf"))  # the module is written after ejkernel was imported
+    _lowered.digest.cache_clear()
+
+    def lowered_from():
+        raise error
+
+    third_party(target="acme_norm:forward", lowered_from=lowered_from)
+    with pytest.raises(PluginError, match=f"^stranger: lowered_from raised {type(error).__name__}.*choose another platform"):
+        ejkernel.rms_norm(X, platform="stranger")
+
+
+def test_code_of_another_operation_that_ends_the_process_is_named():
+    kernel_registry.register("acme_own", "acme")(print)
+    assert kernel_registry.get("acme_own") is print
+    kernel_registry.unregister("acme_own", "acme")
+    with pytest.raises(EndedError, match="SystemExit: 3"):
+        contained("acme", ends)
+
+
+def test_keyboard_interrupts_reach_the_user_from_anywhere():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        contained("acme", interrupted)
+
+
+CHANGES = {
+    "the environment variable XLA_FLAGS": lambda: os.environ.update(XLA_FLAGS="--xla_nonsense"),
+    "the environment variable EJKERNEL_FORBID": lambda: os.environ.update(EJKERNEL_FORBID="xla"),
+    "jax_enable_x64": lambda: jax.config.update("jax_enable_x64", True),
+    "the working directory": lambda: os.chdir("/"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_an_answer_changes_is_restored(registered, monkeypatch, change):
+    monkeypatch.delenv("EJKERNEL_FORBID", raising=False)
+    before = dict(os.environ), dict(jax.config.values), os.getcwd()
+
+    def supports(call, target):
+        CHANGES[change]()
+
+    registered("faulty", supports=supports, priority=10)
+    verdict = next(v for v in explain("rms_norm", X).forward.verdicts if v.candidate.id == "faulty")
+    assert (dict(os.environ), dict(jax.config.values), os.getcwd()) == before
+    assert verdict.verdict == "broken"
+    assert f"changed {change}, which is the user's; it was restored" in verdict.reasons[0]
+
+
+def test_filters_of_warnings_that_an_answer_adds_are_dropped(registered):
+    before = [*warnings.filters]
+    registered("noisy", supports=lambda call, target: warnings.simplefilter("ignore"), priority=10)
+    assert explain("rms_norm", X).chosen == "noisy"
+    assert warnings.filters == before
 
 
 # Distributions that bear our names

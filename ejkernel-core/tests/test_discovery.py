@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import warnings
 
 import importlib_metadata
+import jax
 import pytest
 
 from ejkernel._plugins.discovery import discover
+from ejkernel.cli._commands import found_commands
 from ejkernel.errors import PluginError, PluginWarning
 
 
@@ -337,6 +341,143 @@ def test_unusable_platform_names(sealed, name):
 def test_malformed_entry_point(sealed):
     sealed.add("ejk-odd", "odd = not a module", {})
     assert "its entry point names 'not a module'" in only("broken").reason
+
+
+HEAD = "[ejkernel.plugins]\nacme = acme_light\n"
+DAMAGED = {
+    "cut head": HEAD.replace("]", ""),
+    "head cut in the middle": "[console_scripts]\nacme = acme:main\n[ejkernel.plu",
+    "signs before the head": "\ufeff" + HEAD,
+    "blanks in the head": HEAD.replace("]", " ]"),
+    "another case": HEAD.replace("ejkernel", "EJKernel"),
+    "a letter missing": HEAD.replace("plugins", "plugin"),
+    "an underscore": HEAD.replace(".", "_"),
+    "no entry points": "[ejkernel.plugins]\n",
+    "no name": "[ejkernel.plugins]\n = acme_light\n",
+    "not UTF-8": HEAD.encode() + b"# \xff\xfe\n",
+    "Latin-1 before it": b"[console_scripts]\n# caf\xe9\n" + HEAD.encode(),
+    "UTF-16": HEAD.encode("utf-16"),
+    "UTF-16 without a mark": HEAD.encode("utf-16-le"),
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
+def test_a_plugin_whose_entry_points_are_damaged_is_reported(sealed, text):
+    info = sealed.plugin("acme")
+    sealed.plugin("other")
+    (info / "entry_points.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
+    records, messages = discovered()
+    assert records.pop(("other", "ejk-other")).state == "ok"
+    ((key, record),) = records.items()
+    assert (key[1], record.state, len(messages)) == ("ejk-acme", "broken", 1)
+    assert "ejk-acme 1.0" in messages[0] and "ejkernel doctor" in messages[0]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda text: text.replace("]", ""), lambda text: text.encode("utf-16"), lambda text: "[ejkernel.com"]
+)
+def test_commands_whose_entry_points_are_damaged_are_reported(sealed, damage):
+    info = sealed.add("acme-tools", "greet = acme_tools:greet", {}, group="ejkernel.commands")
+    text = damage((info / "entry_points.txt").read_text())
+    (info / "entry_points.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
+    ((name, state),) = [(command.name, command.state) for command in found_commands(())]
+    assert (name, state) == ("acme-tools", "broken")
+    assert discovered() == ({}, [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[console_scripts]\nacme = ejkernel.plugins:main\n",
+        "[ejkernel.plugins.extra]\nacme = acme\n",
+        "[ejkernel.commands]\nacme = acme\n",
+        "[ejkernel.operations]\nacme = acme\n",
+        "[acme.plugins]\nacme = acme\n",
+        "[console_scripts\nacme = acme\n",
+        b"[console_scripts]\n# caf\xe9\n",
+    ],
+)
+def test_entry_points_of_other_groups_are_no_plugins(sealed, text):
+    info = sealed.add("acme-other", "", {})
+    (info / "entry_points.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert discovered() == ({}, [])
+
+
+def test_metadata_in_another_encoding_still_names_the_distribution(sealed):
+    info = sealed.plugin("acme")
+    (info / "METADATA").write_bytes((info / "METADATA").read_bytes() + b"Author: Caf\xe9\n")
+    assert discovered()[0]["acme", "ejk-acme"].state == "ok"
+
+
+def test_an_implementation_of_a_misspelt_operation_is_warned_of(sealed):
+    sealed.plugin("acme", implementations="(Implementation(operation='rms_nrom', target='acme.norm:forward'),)")
+    records, (message,) = discovered()
+    assert records["acme", "ejk-acme"].state == "ok"
+    assert "'acme' (ejk-acme 1.0) implements 'rms_nrom', which is no operation; did you mean 'rms_norm'?" in message
+
+
+CHANGES = {
+    "XLA_FLAGS": "os.environ['XLA_FLAGS'] = '--xla_nonsense'",
+    "a variable": "os.environ['ACME_HOME'] = 'x'",
+    "a variable gone": "os.environ.pop('KEPT')",
+    "x64": "jax.config.update('jax_enable_x64', True)",
+    "precision": "jax.config.update('jax_default_matmul_precision', 'highest')",
+    "any setting of JAX": "jax.config.update('jax_log_compiles', True)",
+    "working directory": "os.chdir('/')",
+    "warnings": "warnings.simplefilter('ignore')",
+    "a signal": "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+}
+ENDS = {"raises": "raise RuntimeError('gone')", "exits": "raise SystemExit(3)", "is no Plugin": "return 3"}
+
+
+def surroundings():
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return (environment, dict(jax.config.values), os.getcwd(), [*warnings.filters], signal.getsignal(signal.SIGTERM))
+
+
+@pytest.fixture
+def restored(sealed, monkeypatch):
+    """Fails if anything that the program shares with plugins is another afterwards."""
+    monkeypatch.setenv("KEPT", "1")
+    before = surroundings()
+    yield
+    names = ("environment", "JAX", "directory", "warnings", "signals")
+    assert [name for name, one, other in zip(names, before, surroundings(), strict=True) if one != other] == []
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_nothing_that_a_rejected_plugin_changed_stays(sealed, change, end):
+    code = f"import os, signal, warnings, jax\n{change}\n@hookimpl\ndef ejkernel_plugin():\n    {{}}\n    {end}\n"
+    sealed.add("ejk-import", "import = in_import", {"in_import": f"from ejkernel.plugin import *\n{code.format('')}"})
+    late = f"from ejkernel.plugin import *\n{code.replace(change, '').format(change)}"
+    sealed.add("ejk-hook", "hook = in_hook", {"in_hook": late})
+    records, _ = discovered()
+    assert [record.state for record in records.values()] == ["broken", "broken"]
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("name", ["XLA_FLAGS", "x64", "any setting of JAX", "working directory", "a signal"])
+def test_a_plugin_that_changes_a_setting_is_rejected(sealed, name):
+    sealed.plugin("acme", code=f"import os, signal, warnings, jax\n{CHANGES[name]}")
+    assert "which is the user's; it was restored" in only("broken").reason
+
+
+def test_a_variable_of_its_own_stays_with_a_plugin_that_is_accepted(sealed, monkeypatch):
+    monkeypatch.setenv("ACME_HOME", "")
+    sealed.plugin("acme", code="import os\nos.environ['ACME_HOME'] = 'x'")
+    assert discovered()[0]["acme", "ejk-acme"].state == "ok"
+    assert os.environ["ACME_HOME"] == "x"
+
+
+def test_whatever_runs_while_answers_are_checked_is_contained(sealed):
+    odd = "class Odd(str):\n    def __ne__(self, other):\n        raise SystemExit(3)"
+    module = (
+        f"from ejkernel.plugin import *\n{odd}\n@hookimpl\ndef ejkernel_plugin():\n    return Plugin(Odd('acme'), 2, 'x')\n"
+    )
+    sealed.add("ejk-acme", "acme = acme_light", {"acme_light": module})
+    assert "SystemExit: 3" in only("broken").reason
 
 
 def test_unreadable_entry_points_hurt_only_their_distribution(sealed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,26 @@ def test_lost_cases(tables):
     """The newest record beside a peer counts, and a record beside another peer takes nothing back."""
     old, new = (parse_document(found) for found in (recorded("2026-01-01", 0.9), recorded("2026-02-01", 0.8)))
     lines = tables.lost_cases([("new", new), ("old", old)])
-    assert lines[:3] == ["## A CPU, 2 cores, 8 GiB", "", "2 of 4 cases that a peer runs too are lost."]
+    counted = "2 of 4 cases that a peer runs too are lost, and 0 more are behind and unresolved."
+    assert lines[:3] == ["## A CPU, 2 cores, 8 GiB", "", counted]
     rows = [line for line in lines if line.startswith("| `softmax T512` | float32 | forward | xla | 0.80 (")]
-    assert len(rows) == 1 and rows[0].endswith("| torch | `new` |")
+    assert len(rows) == 1 and rows[0].endswith("| torch | `new` | 2026-02-01 |")
     without = recorded("2026-03-01", 0.8)
     for case in without["cases"]:
         case["runs"] = [run for run in case["runs"] if run["name"] != "torch"]
     assert tables.lost_cases([("new", new), ("without", parse_document(without))]) == lines
+
+
+def test_a_case_that_is_behind_within_the_noise_is_listed_as_unresolved(tables):
+    noisy = document(operations=("softmax",), lengths=(512,), times=lambda _, name: 0.97 if name == "torch" else 1.0, noise=0.2)
+    lines = tables.lost_cases([("noisy", parse_document({**noisy, "date": "2026-03-01"}))])
+    rows = [line for line in lines if line.startswith("| `softmax")]
+    behind = [row for row in rows if "unresolved" in row]
+    assert behind and lines[2].startswith(f"{len(rows) - len(behind)} of 2 cases")
+    assert lines[2].endswith(f"and {len(behind)} more are behind and unresolved.")
+    for row in behind:
+        ratio, low, high = map(float, re.search(r"\| ([\d.]+) \(([\d.]+) to ([\d.]+)\), unresolved", row).groups())
+        assert ratio <= 1 and low <= 1 <= high
 
 
 def recorded(date: str, torch: float) -> dict[str, Any]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 import zipfile
 from email.parser import Parser
 
 import pytest
+from packaging.version import Version
 
 import ejkernel
 from ejkernel.cli._commands import OWNERS
 from ejkernel.plugin import FIRST_PARTY
+from ejkernel.utils.known_versions import TESTED_JAX, untested_jax
 
 CLASSIFIERS = {"Typing :: Typed", *(f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13))}
 
@@ -69,6 +72,39 @@ def test_core_extras(root):
     }
 
 
+def test_jax_is_bounded_by_what_is_tested(root):
+    """By the minor release after the newest one, in core and wherever a distribution of ours bounds it too."""
+    pairs = ast.literal_eval(re.search(r"^PAIRS = (.+)$", (root / "noxfile.py").read_text(), re.MULTILINE)[1])
+    tested = sorted((Version(jax) for _, jax in pairs))
+    assert tuple(map(Version, TESTED_JAX)) == (tested[0], tested[-1])
+    bounds = f"jax>={tested[0]},<0.{tested[-1].minor + 1}"
+    projects = [tomllib.loads(path.read_text())["project"] for path in root.glob("ejkernel-*/pyproject.toml")]
+    found = {(one["name"], item) for one in projects for item in one["dependencies"] if re.match(r"jax[<>=]", item)}
+    assert found == {("ejkernel-core", bounds), ("ejkernel-triton", bounds)}
+    assert untested_jax(str(tested[0])) == untested_jax(str(tested[1])) == untested_jax(str(tested[-1])) == ""
+    assert untested_jax("0.12.1") == "jax 0.12.1 is newer than what ejkernel is tested with, 0.10.2 to 0.12.0.1"
+    assert "older" in untested_jax("0.9")
+
+
+def test_what_the_library_holds_of_others_is_named(root):
+    """Every header that is no C++ standard's and not ours, and every library that is linked statically."""
+    library = root / "ejkernel-cuda"
+    sources = [path.read_text() for path in (library / "csrc").rglob("*") if path.is_file()]
+    included = {name for text in sources for name in re.findall(r"#include [<\"]([^>\"]+)[>\"]", text)}
+    folders = (library / "csrc", library / "tests" / "host")  # the latter for tests that run kernels on the host
+    ours = {path.relative_to(folder).as_posix() for folder in folders for path in folder.rglob("*.*h")}
+    notices = (library / "THIRD_PARTY_NOTICES.md").read_text()
+    named = {*re.findall(r"`([^`]+)`", notices)}
+    foreign = {name for name in included - ours if "." in name}
+    assert {"cuda_runtime.h", "xla/ffi/api/ffi.h"} <= foreign
+    assert {name for name in foreign if name not in named and name.rpartition("/")[0] not in named} == set()
+    recipe = (library / "CMakeLists.txt").read_text()
+    assert "target_link_libraries" not in recipe, "name what is linked in THIRD_PARTY_NOTICES.md, and here"
+    assert ("CMAKE_CUDA_RUNTIME_LIBRARY Static" in recipe) == ("`cudart_static`" in notices)
+    jaxlib = tomllib.loads((library / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert next(item for item in jaxlib if item.startswith("jaxlib==")).replace("==", " ") in notices
+
+
 def test_wheel(distribution, wheel):
     with zipfile.ZipFile(wheel(distribution.path)) as archive:
         names = archive.namelist()
@@ -77,7 +113,9 @@ def test_wheel(distribution, wheel):
     launcher = {"ejkernel_launcher.py"} & {file.name for file in (distribution.path / "src").iterdir()}
     assert {name.partition("/")[0] for name in names} == {distribution.package, info, *launcher}
     assert f"{distribution.package}/py.typed" in names
-    assert any(re.fullmatch(rf"{re.escape(info)}/(licenses/)?LICENSE", name) for name in names)
+    for file in distribution.project["license-files"]:
+        assert any(re.fullmatch(rf"{re.escape(info)}/(licenses/)?{re.escape(file)}", name) for name in names), file
+    assert ("THIRD_PARTY_NOTICES.md" in distribution.project["license-files"]) == (distribution.name == "ejkernel-cuda")
     assert not [name for name in names if "__pycache__" in name or "/tests/" in name or name.endswith((".pyc", ".cu", ".cc"))]
     source = distribution.path / "src" / distribution.package
     python = {f"{distribution.package}/{file.relative_to(source).as_posix()}" for file in source.rglob("*.py")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,17 @@ def test_show(cli):
 def test_unreadable_entries_are_shown(cli):
     next(cache_info().directory.iterdir()).write_text("{")
     assert cli("cache", "show", "--json").json["states"] == {"ok": 1, "unreadable": 1}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs modes of files")
+@pytest.mark.usefixtures("filled")
+def test_what_others_can_write_is_said_and_not_counted(cli):
+    cache_info().directory.chmod(0o777)
+    report = cli("cache", "show", "--json").json
+    assert (report["entries"], len(report["distrusted"])) == (0, 1)
+    assert "others than its owner can write to it (mode 0777)" in " ".join(cli("cache", "show").out.split())
+    cache_info().directory.chmod(0o700)
+    assert cli("cache", "show", "--json").json["entries"] == 2
 
 
 @pytest.mark.usefixtures("filled")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -170,6 +171,15 @@ def test_settings_that_cannot_work(site, fresh_cli, environment: dict[str, str],
     answer = fresh_cli("doctor", "--json", **environment)
     assert answer.status == 1
     assert expected in problems(answer.json)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs modes of files")
+def test_a_cache_that_others_can_write_is_a_problem(fresh_cli, tmp_path):
+    (place := tmp_path / "cache" / "kernels-triton").mkdir(parents=True)
+    place.chmod(0o777)
+    answer = fresh_cli("doctor", "--json", EJKERNEL_CACHE_DIR=str(place.parent))
+    assert answer.status == 1
+    assert f"cache: {place}: not used, as others than its owner can write to it (mode 0777)" in problems(answer.json)
 
 
 def test_what_plugins_report(site, fresh_cli):

@@ -49,14 +49,15 @@ class Strange:
 
 
 class World:
-    """The fixture implementation and everything that tests ask of it."""
+    """The fixture implementation and everything that tests ask of it. `rows` is what its search space holds."""
 
     Blocks, GradBlocks, Strange = Blocks, GradBlocks, Strange
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.seen: list[Any] = []
-        self.space = ConfigSpace(Blocks, lambda call, target: Blocks(), lambda call, target: [Blocks(r) for r in (1, 2, 4, 8)])
+        self.rows = tuple(rows for rows in range(1, 21) if rows != 7)
+        self.space = ConfigSpace(Blocks, lambda call, target: Blocks(), lambda call, target: [Blocks(r) for r in self.rows])
         self.grad_space = ConfigSpace(GradBlocks, lambda call, target: GradBlocks(), lambda call, target: [GradBlocks()])
         self.undo: list[Callable[[], None]] = []
         self.tables: list[PluginRecord] = []
@@ -68,7 +69,8 @@ class World:
         kernel_registry.register(
             "rms_norm", platform, phase=phase, configs=spaces[phase] if configs == "default" else configs, **record
         )(self._forward if phase == "forward" else self._backward)
-        self.undo.append(lambda: kernel_registry.unregister("rms_norm", platform, phase=phase))
+        variant = record.get("variant", "")
+        self.undo.append(lambda: kernel_registry.unregister("rms_norm", platform, phase=phase, variant=variant))
 
     def _forward(self, call: Any, inputs: Any, config: Any) -> RmsNormOutputs:
         self.seen.append(config)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 class FixedTuner:
-    """Finds `rows=32` for every call, and notes what it was given."""
+    """Finds `rows=20` for every call, and notes what it was given."""
 
     def __init__(self, world: Any) -> None:
         self.world = world
@@ -27,7 +27,7 @@ class FixedTuner:
     def tune(self, calls: Any) -> tuning.AutotuningResult:
         self.calls += calls
         keys = [tuning.Key.of(call.request, call.phase, call.chosen) for call in calls if call.phase == "forward"]
-        return tuning.AutotuningResult(tuple(self.world.entry(32, key=key) for key in keys))
+        return tuning.AutotuningResult(tuple(self.world.entry(20, key=key) for key in keys))
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_miss_is_tuned_once(world: Any, tuner: FixedTuner, persist: bool) -> Non
     chain = ops.ConfigSelectorChain(policy=policy, tuner=tuner, persist_autotune=persist)
     for _ in range(2):
         chain.call(ejkernel.rms_norm, world.x)
-        assert world.seen[-1] == world.Blocks(32)
+        assert world.seen[-1] == world.Blocks(20)
     assert [(call.request.operation.name, call.phase) for call in tuner.calls] == [("rms_norm", "forward")]
     assert world.tier() == "memory"
     assert ops.PersistentCache().size() == int(persist)

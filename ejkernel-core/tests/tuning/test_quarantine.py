@@ -25,6 +25,12 @@ OUT_OF_REGISTERS = "RuntimeError: out of registers"
 SPACE = (1, 2, 4, 8)
 
 
+@pytest.fixture(autouse=True)
+def small_space(world: Any) -> None:
+    """So few configs that all of them can be quarantined."""
+    world.rows = SPACE
+
+
 def block(world: Any, *rows: int, reason: str = "boom", x: Any = None) -> None:
     """Quarantine configs of the fixture for a call."""
     key = world.key(x)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,10 +13,30 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel import tuning
-from ejkernel.plugin import ConfigSpace
+from ejkernel import kernel_registry, tuning
+from ejkernel._plugins.records import PluginRecord
+from ejkernel.errors import CacheWarning
+from ejkernel.plugin import ConfigSpace, Implementation, Plugin
 
 pytestmark = pytest.mark.filterwarnings("error")
+
+
+TIERS = ("overlay (autotuning result)", "memory", "user cache", "shipped table")
+"""Those that hold entries which may come from a file."""
+
+
+@contextlib.contextmanager
+def put(world: Any, tier: str, *entries: tuning.Entry) -> Iterator[None]:
+    """Have a tier answer with these entries, which went through JSON."""
+    result = tuning.AutotuningResult.loads(tuning.AutotuningResult(entries).dumps())
+    if tier == "shipped table":
+        world.ship(*result.entries, name="xla", distribution="ejkernel-xla")
+    elif tier == "user cache":
+        assert result.store() == len(entries)
+    elif tier == "memory":
+        result.remember()
+    with result if tier == "overlay (autotuning result)" else contextlib.nullcontext():
+        yield
 
 
 def test_heuristic(world: Any) -> None:
@@ -103,7 +125,23 @@ def test_nearest_is_of_the_same_dtype_rank_and_flags(world: Any) -> None:
 def test_nearest_config_outside_the_search_space_is_passed_over(world: Any) -> None:
     world.ship(world.entry(7, jnp.ones((64, 16))), world.entry(2, jnp.ones((120, 16))))
     assert world.run(jnp.ones((65, 16))) == world.Blocks(2)
-    assert world.run(jnp.ones((64, 16))) == world.Blocks(7)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_stored_config_outside_the_search_space_is_ignored(world: Any, tier: str) -> None:
+    with (
+        put(world, tier, world.entry(7)),
+        pytest.warns(CacheWarning, match=r"'fixture'.*Blocks\(rows=7.*not in the search space"),
+    ):
+        assert (world.run(), world.tier()) == (world.Blocks(8), "heuristic")
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_stored_config_that_the_heuristic_would_choose_is_legal(world: Any, tier: str) -> None:
+    world.rows = ()
+    with put(world, tier, world.entry(8)):
+        assert (world.run(), world.tier()) == (world.Blocks(8), tier)
 
 
 def test_order_of_tiers(world: Any) -> None:
@@ -226,6 +264,65 @@ def test_platform_choice(world: Any, tier: str) -> None:
     assert ejkernel.explain("rms_norm", jnp.ones((9, 9))).chosen == "fixture"
     with ejkernel.use("fixture"):
         assert ejkernel.explain("rms_norm", world.x).chosen == "fixture"
+
+
+@pytest.fixture
+def strangers(world: Any) -> Iterator[dict[str, Any]]:
+    """What third parties' implementations of rms_norm were asked and ran; `named` is theirs and fastest by its entry."""
+    asked: dict[str, Any] = {"supports": 0, "forward": 0}
+
+    def supports(call: Any, target: Any) -> None:
+        asked["supports"] += 1
+
+    def forward(call: Any, inputs: Any, config: Any) -> Any:
+        asked["forward"] += 1
+        return world._forward(call, inputs, config)
+
+    implementation = Implementation(operation="rms_norm", target=forward, supports=supports)
+    records = kernel_registry.records
+    acme = Plugin("acme", 2, "made up", implementations=(implementation,))
+    kernel_registry.load([*records, PluginRecord("acme", "acme-kernels", "1.0", "acme", "ok", plugin=acme)])
+    key = world.key(implementation="acme")
+    asked.update(supports=0, forward=0, entry=world.entry(None, key=key, best="acme", seconds=1e-9))
+    yield asked
+    kernel_registry.load(records)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_no_store_brings_in_a_third_party_that_nobody_named(world: Any, strangers: dict[str, Any], tier: str) -> None:
+    with put(world, tier, strangers["entry"]):
+        explanation = ejkernel.explain("rms_norm", world.x)
+        assert (explanation.chosen, explanation.forward.setting) == ("fixture", "priority")
+        assert {v.candidate.id: v.verdict for v in explanation.forward.verdicts}["acme"] == "opt-in"
+        world.run()
+        assert (strangers["supports"], strangers["forward"]) == (0, 0)
+        assert ejkernel.explain("rms_norm", world.x, platform="acme").chosen == "acme"
+        with ejkernel.use("acme"):
+            ejkernel.rms_norm(world.x)
+    assert strangers["forward"] == 1
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_may_not_run_hides_no_choice_among_what_may(world: Any, strangers: dict[str, Any], tier: str) -> None:
+    world.register(platform="slow", priority=1)
+    slow = world.entry(3, key=world.key(implementation="slow"), best="slow", seconds=1e-3)
+    fixture = world.entry(3, best="fixture", seconds=1e-4)
+    with put(world, tier, strangers["entry"], slow, fixture):
+        explanation = ejkernel.explain("rms_norm", world.x)
+        assert (explanation.chosen, explanation.forward.setting) == ("fixture", "tuning table")
+        with ejkernel.use(forbid={"fixture"}):
+            explanation = ejkernel.explain("rms_norm", world.x)
+        assert (explanation.chosen, explanation.forward.setting) == ("slow", "tuning table")
+
+
+def test_a_table_names_an_implementation_and_not_its_platform(world: Any) -> None:
+    world.register(platform="two", priority=1)
+    world.register(platform="two", priority=2, variant="other")
+    with ejkernel.use(forbid={"two.other"}):
+        key = world.key(implementation="two")
+    tuning.remember(world.entry(3, key=key, best="two"))
+    explanation = ejkernel.explain("rms_norm", world.x)
+    assert (explanation.chosen, explanation.forward.setting) == ("two", "tuning table")
 
 
 def test_platform_choice_needs_no_knobs(world: Any) -> None:

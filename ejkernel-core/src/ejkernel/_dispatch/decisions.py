@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ejkernel._plugins.containment import contained
+from ejkernel._plugins.containment import contained, imported, raised
 from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.call.decision import Decision, Verdict
@@ -16,8 +16,7 @@ from ejkernel.call.records import given_fields
 from ejkernel.call.request import Request
 from ejkernel.configs.quarantine import QuarantinedError
 from ejkernel.configs.select import Selected, preferred_platform, select
-from ejkernel.errors import in_one_line
-from ejkernel.plugin import Phase, resolve
+from ejkernel.plugin import Phase
 
 
 def decide(request: Request, phase: Phase) -> Decision:
@@ -26,7 +25,7 @@ def decide(request: Request, phase: Phase) -> Decision:
     chosen, picked = _choose(request, phase, judged)
     verdicts = tuple(dataclasses.replace(v, verdict="chosen") if v.candidate is chosen else v for v in judged)
     if not wanted and chosen is not None:
-        setting = "tuning table" if table in (chosen.id, chosen.platform) else "priority"
+        setting = "tuning table" if chosen.id == table else "priority"
     return Decision(
         operation=request.operation.name,
         phase=phase,
@@ -51,17 +50,27 @@ def _judged(request: Request, phase: Phase) -> tuple[tuple[str, ...], str, str |
     """The platforms asked for, the setting that did, what tuning tables prefer, and every candidate's verdict, best first."""
     candidates = kernel_registry.candidates(request.operation.name, phase)
     wanted = request.policy.platforms
-    judged = _verdicts(request, candidates, wanted, None) if wanted else []
+    judged = [_judge(request, candidate, wanted) for candidate in candidates] if wanted else []
     if wanted and (phase == "forward" or any(verdict.verdict == "available" for verdict in judged)):
-        return wanted, request.policy.source, None, judged
+        return wanted, request.policy.source, None, _in_order(request, judged, wanted, None)
     # Platforms that have no backward for this call leave it to the others.
-    table = preferred_platform(request, phase)
-    return (), "priority", table, _verdicts(request, candidates, (), table)
+    judged = [_judge(request, candidate, ()) for candidate in candidates]
+    # Tables choose among what may run; they admit nothing.
+    table = preferred_platform(request, phase, [one.candidate for one in judged if one.verdict == "available"])
+    return (), "priority", table, _in_order(request, judged, (), table)
 
 
-def _verdicts(request: Request, candidates: tuple[Candidate, ...], wanted: tuple[str, ...], table: str | None) -> list[Verdict]:
-    judged = (_judge(request, candidate, wanted, table) for candidate in candidates)
-    return sorted(judged, key=lambda verdict: verdict.rank)
+def _in_order(request: Request, judged: list[Verdict], wanted: tuple[str, ...], table: str | None) -> list[Verdict]:
+    """The verdicts, best first: the order asked for, then the tuning table, then priority, then the alphabet."""
+    placed: list[Verdict] = []
+    for verdict in judged:
+        candidate, reasons = verdict.candidate, verdict.reasons
+        priority, named_by_table = _priority(request, candidate), candidate.id == table
+        if verdict.verdict == "available" and priority.reason and not wanted and not named_by_table:
+            reasons = (*reasons, f"lower priority: {priority.reason}")
+        rank = _rank(candidate, wanted, named_by_table, priority)
+        placed.append(dataclasses.replace(verdict, reasons=reasons, rank=rank))
+    return sorted(placed, key=lambda verdict: verdict.rank)
 
 
 def _choose(request: Request, phase: Phase, judged: list[Verdict]) -> tuple[Candidate | None, Selected | None]:
@@ -87,10 +96,10 @@ def _matches(candidate: Candidate, names: tuple[str, ...]) -> bool:
     return candidate.platform in names or candidate.id in names
 
 
-def _judge(request: Request, candidate: Candidate, wanted: tuple[str, ...], table: str | None) -> Verdict:
+def _judge(request: Request, candidate: Candidate, wanted: tuple[str, ...]) -> Verdict:
+    """Whether a candidate may run; its place among the others is for `_in_order` to say."""
     implementation, policy = candidate.implementation, request.policy
-    named_by_table = table in (candidate.id, candidate.platform)
-    asked_for = named_by_table or _matches(candidate, wanted)
+    asked_for = _matches(candidate, wanted)
     forbidden = candidate.platform in policy.forbid or candidate.id in policy.forbid
     reasons: list[str] = []
     verdict = "available"
@@ -110,7 +119,7 @@ def _judge(request: Request, candidate: Candidate, wanted: tuple[str, ...], tabl
     if not policy.custom_gradients and implementation.phase == "forward" and not implementation.plain_jax:
         reasons.append("custom_gradients=False needs plain JAX code")
         verdict = "refused"
-    if wanted and not _matches(candidate, wanted):
+    if wanted and not asked_for:
         reasons.append(f"{policy.source} asks for {', '.join(wanted)}")
         verdict = "not asked for"
     if forbidden:
@@ -119,10 +128,7 @@ def _judge(request: Request, candidate: Candidate, wanted: tuple[str, ...], tabl
     if verdict == "available" and candidate.origin == "third-party" and not asked_for:
         reasons.append(f"third party: ask for platform={candidate.platform!r}")
         verdict = "opt-in"
-    priority = _priority(request, candidate)
-    if verdict == "available" and priority.reason and not wanted and not named_by_table:
-        reasons.append(f"lower priority: {priority.reason}")
-    return Verdict(candidate, verdict, tuple(reasons), _rank(candidate, wanted, named_by_table, priority))
+    return Verdict(candidate, verdict, tuple(reasons))
 
 
 def _priority(request: Request, candidate: Candidate) -> Priority:
@@ -134,24 +140,19 @@ def _priority(request: Request, candidate: Candidate) -> Priority:
 
 
 def _ask_supports(request: Request, candidate: Candidate) -> tuple[str, str]:
-    def ask() -> Any:
-        return resolve(candidate.implementation.supports)(request.call, request.target)  # pyright: ignore[reportArgumentType]
-
+    who = f"supports() of {candidate.id!r}"
     try:
-        reason = contained(f"supports() of {candidate.id!r}", ask)
-    except KeyboardInterrupt:
-        raise
+        reason = contained(who, imported(who, candidate.implementation.supports), request.call, request.target)
     except jax.errors.InconclusiveDimensionOperation:
         return "its support depends on a symbolic dimension", "refused"
-    except BaseException as error:  # noqa: BLE001 - also SystemExit: a raise means broken, and never ends the user's program
-        return f"supports() raised {in_one_line(error)}", "broken"
+    except Exception as error:  # noqa: BLE001 - a raise means broken, and never ends the user's program
+        return f"supports() raised {raised(error)}", "broken"
     if reason is not None and not isinstance(reason, str):
         return f"supports() returned {type(reason).__name__}, expected None or a reason", "broken"
     return (reason or "", "refused" if reason is not None else "available")
 
 
 def _rank(candidate: Candidate, wanted: tuple[str, ...], named_by_table: bool, priority: Priority) -> tuple[Any, ...]:
-    """Smaller is better: the order asked for, then the tuning table, then priority, then the alphabet."""
     place = next((i for i, name in enumerate(wanted) if name in (candidate.platform, candidate.id)), len(wanted))
     own = 0 if candidate.origin == "registered" else candidate.implementation.priority
     return (place, not named_by_table, -priority.level, -own, candidate.id)

@@ -12,7 +12,7 @@ from ejkernel._dispatch.decisions import decide
 from ejkernel._dispatch.log import log_decision
 from ejkernel._dispatch.lowered import run_lowered
 from ejkernel._dispatch.recording import note
-from ejkernel._plugins.containment import contained
+from ejkernel._plugins.containment import EndedError, contained, imported, raised
 from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.call.arrays import ArraySpec, known_size, named
@@ -29,8 +29,8 @@ from ejkernel.call.partition import (
     vary_like,
 )
 from ejkernel.call.request import Request
-from ejkernel.errors import FallbackWarning, NoKernelError, PluginError, in_one_line, warn
-from ejkernel.plugin import FALLBACK, FIRST_PARTY, Phase, resolve
+from ejkernel.errors import FallbackWarning, NoKernelError, PluginError, warn
+from ejkernel.plugin import FALLBACK, FIRST_PARTY, Phase
 from ejkernel.targets import building_for
 
 _warned: set[tuple[str, str, str]] = set()
@@ -167,20 +167,18 @@ def _call(chosen: Candidate, phase: Phase, *arguments: Any) -> Any:
     target, who = chosen.implementation.target, _who(chosen)
     what = f"{target if isinstance(target, str) else chosen.id} ({chosen.implementation.operation} {phase}) of {who}"
     try:
-        code = contained(what, resolve, target)
+        code = imported(what, target)
     except Exception as error:
         remedy = "see `ejkernel doctor`, or choose another platform"
-        raise PluginError(f"{what} cannot be imported: {in_one_line(error)}; {remedy}") from error
+        raise PluginError(f"{what} cannot be imported: {raised(error)}; {remedy}") from error
     try:
-        return contained(what, code, *arguments)
+        return contained(what, code, *arguments, watch="settings of ejkernel")
+    except EndedError as error:
+        remedy = "choose another platform, and report it to its authors"
+        raise PluginError(f"{what} raised {raised(error)}; {remedy}") from error
     except Exception as error:
         error.add_note(f"raised in {what}")
         raise
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a plugin that calls sys.exit() must not end the user's program
-        remedy = "choose another platform, and report it to its authors"
-        raise PluginError(f"{what} raised {in_one_line(error)}; {remedy}") from error
 
 
 def _who(candidate: Candidate) -> str:

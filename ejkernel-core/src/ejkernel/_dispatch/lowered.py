@@ -27,14 +27,14 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from ejkernel._plugins.containment import contained
+from ejkernel._plugins.containment import contained, imported, raised
 from ejkernel._plugins.export import EXPORT_DISABLED_CHECKS
 from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.requirements import findable
 from ejkernel.call.arrays import ArraySpec, named
 from ejkernel.call.request import Request
-from ejkernel.errors import PluginError, in_one_line
-from ejkernel.plugin import Phase, resolve
+from ejkernel.errors import PluginError
+from ejkernel.plugin import Phase
 from ejkernel.targets import Target, building_for
 from ejkernel.utils.kernel_store import KernelStore
 from ejkernel.utils.spelled import spelled
@@ -85,7 +85,7 @@ def run_lowered(
         expected: the tuple of ArraySpecs that it returns.
 
     Raises:
-        PluginError: the implementation's `lowered_from` cannot be imported, or does not return a str or None.
+        PluginError: the implementation's `lowered_from` cannot be imported, raises, or does not return a str or None.
     """
     arrays, structure = jax.tree.flatten(arguments)
     specs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
@@ -193,10 +193,13 @@ def _key(request: Request, chosen: Candidate, phase: Phase, config: Any, arrays:
 def _lowered_from(chosen: Candidate) -> str | None:
     what = f"{chosen.id}: lowered_from"
     try:
-        function = contained(what, resolve, chosen.implementation.lowered_from)
+        function = imported(what, chosen.implementation.lowered_from)
     except Exception as error:
-        raise PluginError(f"{what} cannot be imported: {in_one_line(error)}; choose another platform") from error
-    own = contained(what, function)
+        raise PluginError(f"{what} cannot be imported: {raised(error)}; choose another platform") from error
+    try:
+        own = contained(what, function)
+    except Exception as error:
+        raise PluginError(f"{what} raised {raised(error)}; choose another platform, and report it to its authors") from error
     if own is not None and not isinstance(own, str):
         raise PluginError(f"{what} returned {type(own).__name__}, expected a str, or None to keep nothing")
     return own

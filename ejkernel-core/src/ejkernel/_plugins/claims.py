@@ -7,6 +7,7 @@ is read by itself.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
 import sys
@@ -21,6 +22,8 @@ from ejkernel._plugins import identity as _identities
 from ejkernel._plugins import requirements as _requirements
 from ejkernel._plugins.records import PluginRecord, State
 from ejkernel.plugin import ENTRY_POINT_GROUP, FIRST_PARTY
+
+GROUP_OF_COMMANDS = "ejkernel.commands"
 
 
 class _Copy(NamedTuple):
@@ -43,7 +46,8 @@ def claims_of(group: str) -> Iterator[PluginRecord]:
     """
     seen: dict[str, _Copy] = {}
     for distribution in installed_distributions():
-        if group not in metadata_file(distribution, "entry_points.txt"):
+        text = metadata_file(distribution, "entry_points.txt")
+        if not _mentions(group, text):
             continue
         name, version = _identity(distribution)
         if name is None:
@@ -60,10 +64,32 @@ def claims_of(group: str) -> Iterator[PluginRecord]:
                 reason = f"version {earlier.version} of it lies in the same folder, {copy.folder}, and files of both are mixed"
                 yield ended(blank, "conflict", f"{reason}; pip install --force-reinstall {name}")
             continue
-        claims = [*_claims(distribution, blank, group)]
+        claims = [*_claims(distribution, blank, group)] or [_unread(blank, group, text)]
         if not ours or any(claim.ok for claim in claims):
             seen[key] = copy
         yield from claims
+
+
+def _heads(text: str) -> list[str]:
+    """The heads of sections, also of a damaged file: cut, behind other signs, or of letters that are two bytes long."""
+    return [line.strip() for line in text.replace("\0", "").splitlines() if "[" in line or "]" in line]
+
+
+def _mentions(group: str, text: str) -> bool:
+    """Whether a file has entry points of a group, or would have them if it were whole and the group's name spelt right."""
+    heads = _heads(text)
+    names = [head.strip("\ufeff\ufffd[] \t").lower() for head in heads]
+    others = {ENTRY_POINT_GROUP, GROUP_OF_COMMANDS} - {group}
+    if any(name == group or (name not in others and difflib.get_close_matches(name, [group], cutoff=0.9)) for name in names):
+        return True
+    return bool(heads) and not heads[-1].endswith("]") and names[-1].startswith("ejkernel.") and group.startswith(names[-1])
+
+
+def _unread(blank: PluginRecord, group: str, text: str) -> PluginRecord:
+    """For a file that mentions a group and has no entry point of it."""
+    heads = ", ".join(repr(head) for head in _heads(text) if "ejkernel" in head.lower())
+    reason = f"its entry_points.txt is damaged or misspelt: got {heads}, expected '[{group}]' with an entry point below it"
+    return ended(blank, "broken", f"{reason}; reinstall it, or report it to its authors")
 
 
 def _claims(distribution: Distribution, blank: PluginRecord, group: str) -> Iterator[PluginRecord]:
@@ -93,10 +119,12 @@ def _folder_name(distribution: Distribution) -> str:
 
 
 def metadata_file(distribution: Distribution, name: str) -> str:
-    """A metadata file; empty where it is missing or no text. What cannot be read cannot name a plugin."""
+    """A metadata file, with marks in place of what is no UTF-8; empty where it is missing."""
     try:
         return distribution.read_text(name) or ""
-    except (OSError, UnicodeError):
+    except UnicodeDecodeError as error:
+        return bytes(error.object).decode("utf-8", "replace")
+    except OSError:
         return ""
 
 

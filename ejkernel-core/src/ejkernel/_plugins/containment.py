@@ -2,8 +2,9 @@
 
 A plugin describes its implementations; which of them runs is for the user to say. So while a plugin is imported, answers a hook
 or `supports`, or has its code traced, the public ways to change what others dispatch to are closed to it: registering, taking
-over what discovery found, storing configs. A `use(...)` that it enters and does not leave, or a setting of ours that it writes to
-the environment, does not outlive its answer.
+over what discovery found, storing configs. A `use(...)` that it enters and does not leave, or a setting that it writes (see
+`surroundings`), does not outlive its answer. What would end the program, such as `sys.exit()`, becomes an error that says whose it
+is.
 
 This keeps a plugin from changing decisions unnoticed through what ejkernel offers. It is no sandbox: code that replaces functions
 in other modules can do anything.
@@ -14,13 +15,14 @@ from __future__ import annotations
 import contextvars
 import functools
 import inspect
-import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ejkernel._plugins.settings import VARIABLES
+from ejkernel._plugins.surroundings import Surroundings, Watch
 from ejkernel._plugins.task_local import follow_all
-from ejkernel.errors import PluginError
+from ejkernel.errors import PluginError, in_one_line
+from ejkernel.plugin import resolve
 
 
 class _Answer:
@@ -42,52 +44,58 @@ def know_packages(packages: Mapping[str, tuple[str, bool]]) -> None:
     _packages.update(packages)
 
 
-def contained(who: str, function: Callable[..., Any], *arguments: Any) -> Any:
+class EndedError(PluginError):
+    """A plugin's code raised what no handler of errors catches, such as SystemExit; its cause is that."""
+
+
+def contained(who: str, function: Callable[..., Any], *arguments: Any, watch: Watch = "what programs depend on") -> Any:
     """Call a plugin's function.
 
     Args:
         who: the plugin, in the user's words.
         function: its code.
         *arguments: what it is called with.
+        watch: which settings are put back behind it.
 
     Raises:
-        PluginError: it tried to change what others dispatch to, whatever it made of the refusal.
-        BaseException: whatever the function raises.
+        PluginError: it tried to change what others dispatch to, whatever it made of the refusal, or changed a setting.
+        EndedError: it raised SystemExit or another exception that is no Exception.
+        KeyboardInterrupt: the user's.
+        Exception: whatever the function raises.
     """
     answer = _Answer(who)
-    before = _environment()
+    before = Surroundings(watch)
     try:
         # Context variables that it sets, such as a `use(...)` that it never leaves, are those of the copy.
         result = contextvars.copy_context().run(_answering, answer, function, arguments)
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise EndedError(f"{who} raised {in_one_line(error)}, which would end the program") from error
     finally:
         follow_all()
-        changed = _restore(before)
+        changed = before.restore()
     if answer.refused:
         raise answer.refused[0]
     if changed:
-        raise PluginError(f"{who} changed the environment variable {', '.join(changed)}, which is the user's; it was restored")
+        raise PluginError(f"{who} changed {', '.join(changed)}, which is the user's; it was restored")
     return result
+
+
+def imported(who: str, reference: Any) -> Any:
+    """Import what a plugin's reference names; raises as `contained` does."""
+    new = isinstance(reference, str) and reference.partition(":")[0] not in sys.modules
+    return contained(who, resolve, reference, watch="everything" if new else "settings of ejkernel")
+
+
+def raised(error: Exception) -> str:
+    """What a plugin's code raised, in one line."""
+    return in_one_line(error.__cause__ if isinstance(error, EndedError) and error.__cause__ else error)
 
 
 def _answering(answer: _Answer, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     _answer.set(answer)
     return function(*arguments)
-
-
-def _environment() -> dict[str, str | None]:
-    return {variable.name: os.environ.get(variable.name) for variable in VARIABLES}
-
-
-def _restore(before: Mapping[str, str | None]) -> list[str]:
-    """Put our settings back; returns the names of those that differed."""
-    changed = [name for name, value in _environment().items() if value != before[name]]
-    for name in changed:
-        value = before[name]
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
-    return changed
 
 
 def refuse_answers(what: str) -> None:

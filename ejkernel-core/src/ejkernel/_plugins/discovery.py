@@ -14,7 +14,6 @@ import os
 import re
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
@@ -24,10 +23,12 @@ import pluggy
 
 from ejkernel._plugins import requirements as _requirements
 from ejkernel._plugins import validation as _validation
+from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel._plugins.claims import claims_of, ended
-from ejkernel._plugins.containment import contained, know_packages
+from ejkernel._plugins.containment import contained, know_packages, raised
 from ejkernel._plugins.records import PLUGIN_IMPORT_PATIENCE, PluginRecord, State
 from ejkernel._plugins.settings import is_on
+from ejkernel._plugins.surroundings import restore_environment
 from ejkernel.errors import PluginError, PluginWarning, suggestion, warn
 from ejkernel.plugin import ENTRY_POINT_GROUP, FIRST_PARTY, Hooks, Plugin
 
@@ -69,6 +70,7 @@ def complaints(records: Iterable[PluginRecord]) -> list[str]:
     records = [*records]
     messages = [_message(record) for record in records if record.state not in ("ok", "disabled")]
     messages += [_remark(record) for record in records if record.ok and record.seconds > PLUGIN_IMPORT_PATIENCE]
+    messages += [message for record in records for message in _unknown_operations(record)]
     return [*messages, *_unknown(_allowed() or (), {record.name for record in records})]
 
 
@@ -88,6 +90,7 @@ def _examine(claim: PluginRecord, claims: Iterable[PluginRecord], allowed: tuple
         return ended(claim, "disabled", "EJKERNEL_PLUGINS does not name it")
     if not claim.ok:
         return claim
+    environment = dict(os.environ)
     try:
         _refuse_conflict(claim, claims)
         with _undisturbed():
@@ -95,6 +98,7 @@ def _examine(claim: PluginRecord, claims: Iterable[PluginRecord], allowed: tuple
             claim, plugin = _answers(claim)
         _refuse_unmet(plugin)
     except _RejectedError as rejected:
+        restore_environment(environment)
         # `raise _RejectedError from error` keeps the plugin's own exception, whose traceback its author needs
         return ended(claim, rejected.state, rejected.reason, with_traceback=rejected.__cause__ is not None)
     return claim
@@ -134,10 +138,8 @@ def _load(claim: PluginRecord) -> PluginRecord:
     before = {*sys.modules}
     start = time.perf_counter()
     try:
-        module = contained(_who(claim), lambda: _second_copy(entry.load()))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a plugin that calls sys.exit() must not end the user's program
+        module = contained(_who(claim), lambda: _second_copy(entry.load()), watch="everything")
+    except Exception as error:
         raise _RejectedError("broken", _import_failure(entry.module, error)) from error
     seconds = time.perf_counter() - start
     own = entry.module.partition(".")[0]
@@ -156,18 +158,23 @@ def _second_copy(module: Any) -> Any:
     return copy
 
 
-def _import_failure(module: str, error: BaseException) -> str:
+def _import_failure(module: str, error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
         return f"module {error.name!r}, which its entry point names, does not exist; reinstall or uninstall the distribution"
-    return f"importing {module!r} raised {_line(error)}"
-
-
-def _line(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip()
+    return f"importing {module!r} raised {raised(error)}"
 
 
 def _answers(claim: PluginRecord) -> tuple[PluginRecord, Plugin]:
-    """Register the plugin module with pluggy and ask its hooks."""
+    """Register the plugin module with pluggy, ask its hooks and check their answers, all of which can run its code."""
+    try:
+        return contained(_who(claim), _checked_answers, claim, watch="everything")
+    except _RejectedError:
+        raise
+    except Exception as error:
+        raise _RejectedError("broken", f"what it answers raised {raised(error)}") from error
+
+
+def _checked_answers(claim: PluginRecord) -> tuple[PluginRecord, Plugin]:
     manager = pluggy.PluginManager("ejkernel")
     manager.add_hookspecs(Hooks)
     try:
@@ -193,11 +200,9 @@ def _answers(claim: PluginRecord) -> tuple[PluginRecord, Plugin]:
 
 def _ask(claim: PluginRecord, manager: pluggy.PluginManager, hook: str) -> list[Any]:
     try:
-        return contained(_who(claim), getattr(manager.hook, hook))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # as at import: whatever it raises is this plugin's trouble only
-        raise _RejectedError("broken", f"{hook}() raised {_line(error)}") from error
+        return contained(_who(claim), getattr(manager.hook, hook), watch="everything")
+    except Exception as error:  # whatever it raises is this plugin's trouble only
+        raise _RejectedError("broken", f"{hook}() raised {raised(error)}") from error
 
 
 def _broken_if(complaint: str | None) -> None:
@@ -209,7 +214,7 @@ def _refuse_unmet(plugin: Plugin) -> None:
     try:
         missing, unfit, wanted = _requirements.unmet(plugin.requires, plugin.versions)
     except ValueError as error:
-        raise _RejectedError("broken", f"its requirements cannot be read: {_line(error)}") from error
+        raise _RejectedError("broken", f"its requirements cannot be read: {raised(error)}") from error
     if missing or unfit:
         state: State = "missing requirement" if missing else "incompatible"
         raise _RejectedError(state, f"{'; '.join([*missing, *unfit])}; {_requirements.pip_install(wanted)}")
@@ -225,6 +230,14 @@ def _message(record: PluginRecord) -> str:
 
 def _remark(record: PluginRecord) -> str:
     return f"{_who(record)} takes {record.seconds:.1f} s to import, which delays every program; report it to its authors"
+
+
+def _unknown_operations(record: PluginRecord) -> Iterator[str]:
+    named = (one.operation for one in record.plugin.implementations) if record.ok and record.plugin else ()
+    for name in dict.fromkeys(named):
+        if name not in OPERATIONS:
+            what = f"implements {name!r}, which is no operation" + suggestion(name, OPERATIONS)
+            yield f"{_who(record)} {what}. Run `ejkernel doctor` for details."
 
 
 def _unknown(allowed: tuple[str, ...], found: set[str]) -> Iterator[str]:

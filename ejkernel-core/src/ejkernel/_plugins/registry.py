@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from ejkernel._notebook import table
 from ejkernel._plugins import validation
 from ejkernel._plugins.catalog import OPERATIONS, public_function
-from ejkernel._plugins.containment import refuse_answers, refuse_plugins
+from ejkernel._plugins.containment import imported, refuse_answers, refuse_plugins
 from ejkernel._plugins.epoch import bump_epoch
 from ejkernel._plugins.records import Candidate, PluginRecord
 from ejkernel.errors import NoKernelError, invalid, suggestion, wrong_type
-from ejkernel.plugin import FIRST_PARTY, Implementation, Phase, resolve
+from ejkernel.plugin import FIRST_PARTY, Implementation, Phase
 from ejkernel.targets import resolve_target
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -248,7 +248,8 @@ class KernelRegistry:
         if algorithm in OPERATIONS:
             function = public_function(algorithm)
             return function if name is None else functools.partial(function, platform=name)
-        return resolve(max(admitted, key=lambda c: c.implementation.priority).implementation.target)
+        chosen = max(admitted, key=lambda c: c.implementation.priority)
+        return imported(f"{chosen.id} ({algorithm})", chosen.implementation.target)
 
     def check_platform(self, argument: str, name: str) -> None:
         """Refuse a platform or implementation id (`"cuda.cudnn"`) that nothing installed is called, with what to do about it."""

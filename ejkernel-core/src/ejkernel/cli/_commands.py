@@ -21,11 +21,11 @@ import typer
 import typer.core
 from packaging.utils import canonicalize_name
 
-from ejkernel._plugins.claims import claims_of
+from ejkernel._plugins.claims import GROUP_OF_COMMANDS, claims_of
 from ejkernel._plugins.records import PluginRecord
 from ejkernel.cli.output import UserError
 
-GROUP = "ejkernel.commands"
+GROUP = GROUP_OF_COMMANDS
 
 OWNERS = {"bench": "ejkernel-bench", "demo": "ejkernel-demo"}
 """Commands of this project's own distributions, and which distribution each comes with. Nobody else may claim them."""

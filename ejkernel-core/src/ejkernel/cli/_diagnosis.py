@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel._plugins.records import PLUGIN_IMPORT_PATIENCE, PluginRecord
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel._plugins.settings import read_settings, unknown_settings
+from ejkernel._plugins.surroundings import Surroundings, restore_environment
 from ejkernel.call.policy import environment_platforms, policy_for_call
 from ejkernel.cli import _probes
 from ejkernel.cli._commands import Command, load
@@ -22,7 +24,7 @@ from ejkernel.cli._foreign import OURS, foreign_distributions
 from ejkernel.cli.output import first_line
 from ejkernel.errors import suggestion
 from ejkernel.plugin import FALLBACK, FIRST_PARTY
-from ejkernel.utils.known_versions import matching
+from ejkernel.utils.known_versions import TESTED_JAX, matching, untested_jax
 
 _ALWAYS = (OURS, "jax", "jaxlib", "numpy")
 _RELATED = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "triton", "jax-triton")
@@ -49,7 +51,7 @@ def diagnose(commands: Sequence[Command], timeout: float = _probes.TIMEOUT) -> d
             "versions": installed_versions(records),
             "plugins": [record.to_dict() for record in records],
             "registered": registrations(),
-            "commands": [load(command)[0].to_dict() for command in commands],
+            "commands": [_examined(command).to_dict() for command in commands],
             "settings": [setting.to_dict() for setting in read_settings()],
             "unknown_settings": unknown_settings(),
             "foreign_distributions": foreign_distributions(),
@@ -63,7 +65,9 @@ def diagnose(commands: Sequence[Command], timeout: float = _probes.TIMEOUT) -> d
     report["references"] = dict(zip(examined, findings[: len(examined)], strict=True))
     report["diagnoses"] = dict(zip(hooks, findings[len(examined) :], strict=True))
     report["known_combinations"] = known_combinations(report["versions"])
-    report["advice"] = missing_plugins(report)
+    report["tested_jax"] = [*TESTED_JAX]
+    untested = untested_jax(report["versions"]["jax"] or "0")
+    report["advice"] = [*([untested] if untested else []), *missing_plugins(report)]
     report["problems"] = [problem for find in _PROBLEMS for problem in find(report)]
     report["ok"] = not report["problems"]
     return report
@@ -99,6 +103,16 @@ def registrations() -> list[dict[str, str]]:
 def _name_of(code: Any) -> str:
     name = getattr(code, "__qualname__", type(code).__qualname__)
     return f"{getattr(code, '__module__', '?')}.{name}"
+
+
+def _examined(command: Command) -> Command:
+    """A command after its import, which was not asked for: what that changed is put back."""
+    before, environment = Surroundings("everything"), dict(os.environ)
+    try:
+        return load(command)[0]
+    finally:
+        before.restore()
+        restore_environment(environment)
 
 
 def unknown_operations() -> list[dict[str, str]]:
@@ -278,11 +292,15 @@ def _device_problems(report: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _cache_problems(report: dict[str, Any]) -> list[dict[str, str]]:
-    """A cache folder that cannot be used is a problem where the user chose it; elsewhere it is only shown."""
+    """A cache folder that cannot be used is a problem where the user chose it; elsewhere it is only shown. What others can write to
+    is a problem anywhere."""
     cache, problems = report["cache"], []
     chosen = any(s["name"] == "EJKERNEL_CACHE_DIR" and s["value"] for s in report["settings"])
     if cache["error"] and chosen:
         problems.append(_problem(f"tuning cache: {cache['error']}", "set EJKERNEL_CACHE_DIR to a folder that can be written"))
+    for complaint in cache["distrusted"]:
+        what, _, remedy = complaint.partition("; ")
+        problems.append(_problem(f"cache: {what}", remedy))
     if unreadable := cache["states"].get("unreadable", 0):
         problems.append(_problem(f"tuning cache: {unreadable} unreadable entries", "ejkernel cache clear"))
     return problems

@@ -11,23 +11,22 @@ Tell = Callable[[dict[str, Any]], None]
 
 def examine_references(platform: str, tell: Tell) -> None:
     """Import everything that a plugin's implementations name, and tell what cannot be."""
+    from ejkernel._plugins.containment import imported, raised
     from ejkernel._plugins.registry import kernel_registry
-    from ejkernel.errors import in_one_line
-    from ejkernel.plugin import resolve
 
     for candidate in kernel_registry.list_implementations():
         implementation = candidate.implementation
         if candidate.platform != platform or candidate.origin == "registered":
             continue
-        for field in ("target", "supports", "configs"):
+        for field in ("target", "supports", "configs", "lowered_from"):
             reference = getattr(implementation, field)
             if not isinstance(reference, str):
                 continue
             try:
-                resolve(reference)
+                imported(candidate.id, reference)
             except Exception as error:  # noqa: BLE001 - whatever a plugin's module raises is a finding
                 where = {"operation": implementation.operation, "phase": implementation.phase, "field": field}
-                tell({**where, "reference": reference, "error": in_one_line(error)})
+                tell({**where, "reference": reference, "error": raised(error)})
 
 
 def examine_dispatch(tell: Tell) -> None:

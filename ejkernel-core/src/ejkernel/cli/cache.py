@@ -48,6 +48,8 @@ def show(operation: OneOperation = None, as_json: AsJson = False) -> None:
     counts = f"{state['entries']} entries ({state['quarantined']} quarantined), {state['bytes']} bytes"
     say(screen, f"{state['directory']}: {counts}")
     say(screen, f"compiled kernels: {kernels.count}, {kernels.bytes} bytes")
+    for complaint in filter(None, (state["error"], *state["distrusted"])):
+        say(screen, complaint, style="yellow")
 
 
 @cache_app.command("clear")
@@ -111,8 +113,9 @@ def merge(
 
 
 def describe_cache() -> dict[str, Any]:
-    """The cache's folder, its size, and whether it can be used; writes nothing."""
+    """The cache's folder, its size, whether it can be used, and what in it is not, as others can write to it; writes nothing."""
     from ejkernel.tuning import cache_info
+    from ejkernel.utils.cache_folder import all_distrusted
 
     info = cache_info()
     return {
@@ -122,6 +125,7 @@ def describe_cache() -> dict[str, Any]:
         "states": dict(info.states),
         "quarantined": info.quarantined,
         "error": _obstacle(info.directory),
+        "distrusted": [str(one) for one in all_distrusted()],
     }
 
 

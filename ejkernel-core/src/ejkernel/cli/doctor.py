@@ -40,11 +40,11 @@ def _render(report: dict[str, Any], verbose: bool) -> None:
 
     versions = [(name, version or "not installed") for name, version in report["versions"].items()]
     section("Versions", ("package", "version"), versions)
+    say(screen, "ejkernel is tested with jax {} to {}".format(*report["tested_jax"]))
     for found in report["known_combinations"]:
         names = ", ".join(f"{name} {report['versions'][name]}" for name in found["packages"])
         screen.print(verdict(found["verdict"]), f"combination {names}: {found['finding']}", markup=False)
-    if report["known_combinations"]:
-        screen.print()
+    screen.print()
     plugins = [
         (p["name"], verdict(p["state"]), f"{p['distribution']} {p['version']}", p["reason"] or _remark(p))
         for p in report["plugins"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ejkernel._plugins.containment import contained
+from ejkernel._plugins.containment import contained, raised
 from ejkernel._plugins.records import Candidate
 from ejkernel.call.arrays import with_known_sizes
 from ejkernel.call.request import Request
@@ -22,10 +22,8 @@ def from_heuristic(request: Request, chosen: Candidate, space: ConfigSpace) -> A
     """
     name = describe(chosen)
     try:
-        config = contained(describe(chosen), space.heuristic, with_known_sizes(request.call), request.target)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # code of a plugin, whose failure is reported under its name
+        config = contained(name, space.heuristic, with_known_sizes(request.call), request.target)
+    except Exception as error:  # code of a plugin, whose failure is reported under its name
         raise _failed(request, chosen, "heuristic", error) from error
     if not isinstance(config, space.config):
         raise NoConfigError(f"{name}: its heuristic returned {config!r}, expected {space.config.__name__}")
@@ -39,16 +37,13 @@ def legal_configs(request: Request, chosen: Candidate, space: ConfigSpace) -> Se
         NoConfigError: the search space raised.
     """
     try:
-        return contained(describe(chosen), space.search_space, with_known_sizes(request.call), request.target)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # code of a plugin, whose failure is reported under its name
+        return contained(describe(chosen), lambda: tuple(space.search_space(with_known_sizes(request.call), request.target)))
+    except Exception as error:  # code of a plugin, whose failure is reported under its name
         raise _failed(request, chosen, "search space", error) from error
 
 
-def _failed(request: Request, chosen: Candidate, what: str, error: BaseException) -> NoConfigError:
-    cause = f"{type(error).__name__}: {error}"
+def _failed(request: Request, chosen: Candidate, what: str, error: Exception) -> NoConfigError:
     return NoConfigError(
-        f"{describe(chosen)} on {request.target}: its {what} raised {cause}; pass cfg= to go around it, and report it to "
+        f"{describe(chosen)} on {request.target}: its {what} raised {raised(error)}; pass cfg= to go around it, and report it to "
         f"{chosen.distribution}"
     )

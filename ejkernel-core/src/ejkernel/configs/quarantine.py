@@ -29,7 +29,7 @@ from ejkernel.configs.key import Key, canonical_json
 from ejkernel.configs.spaces import describe, knobs, to_plain
 from ejkernel.errors import NoConfigError
 from ejkernel.plugin import Phase, Quarantine
-from ejkernel.utils.cache_folder import cache_folder, read_file
+from ejkernel.utils.cache_folder import cache_folder, distrust, read_file, usable
 from ejkernel.utils.warn_once import warn_once
 
 FORMAT = "ejkernel quarantined config"
@@ -103,7 +103,8 @@ def lift(key: Key, config: Any) -> None:
     """Forget what was recorded about one config."""
     folder, digest = directory() / key.digest, _digest(to_plain(config))
     _unwritten.get(folder, {}).pop(digest, None)
-    (folder / f"{digest}.json").unlink(missing_ok=True)
+    if usable(folder):
+        (folder / f"{digest}.json").unlink(missing_ok=True)
     kernel_registry.refresh()
 
 
@@ -120,7 +121,8 @@ def files() -> Iterator[Path]:
 
 def folders() -> list[Path]:
     """The folders of keys."""
-    return sorted(path for path in directory().iterdir() if path.is_dir()) if directory().is_dir() else []
+    found = directory()
+    return sorted(path for path in found.iterdir() if path.is_dir()) if found.is_dir() and not distrust(found) else []
 
 
 def read(path: Path) -> Quarantined:
@@ -220,13 +222,15 @@ def _on_disk(folder: Path, epoch: int) -> Mapping[str, Quarantined]:
     """What a folder holds, read once per registry epoch. A file that cannot be read is left out, with one warning."""
     found = {}
     try:
-        paths = [*_store.files(folder)]
+        paths = [*_store.files(folder)] if usable(folder) else []
     except OSError as error:
         warn_once(folder, f"the quarantine cannot be read ({error.strerror or error}); going on without it")
         return {}
     for path in paths:
         try:
             found[path.stem] = read(path)
+        except FileNotFoundError:  # lifted by another process, or not to be trusted
+            continue
         except (OSError, ValueError) as error:
             warn_once(path, f"ignored: {error}; delete it or run `ejkernel cache clear --quarantine`")
     return found

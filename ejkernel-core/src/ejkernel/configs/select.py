@@ -8,7 +8,7 @@ is quarantined: the next best of the tier takes its place, or the next tier.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ejkernel._plugins.records import Candidate
@@ -41,13 +41,19 @@ class Selected:
     quarantined: tuple[str, ...] = ()
 
 
-def preferred_platform(request: Request, phase: Phase) -> str | None:
+def preferred_platform(request: Request, phase: Phase, candidates: Iterable[Candidate] | None = None) -> str | None:
     """Id of the implementation that was measured to be fastest for exactly this call; None if nobody knows.
 
     An implementation is taken at its entry's word only about itself, so that the entry's own key vouches for its version. Where
     several entries of one tier disagree, the fastest wins.
+
+    Args:
+        request: of the call.
+        phase: forward or backward.
+        candidates: those that may run the call, as tables choose among them and admit nothing; None takes all that are known.
     """
-    keys = {c.id: _key(request, phase, c) for c in kernel_registry.candidates(request.operation.name, phase)}
+    known = kernel_registry.candidates(request.operation.name, phase) if candidates is None else candidates
+    keys = {c.id: _key(request, phase, c) for c in known}
     results = [value.lookup for _, value in request.policy.overlay if isinstance(value, AutotuningResult)]
     stored = [_tables.choice if tier == "shipped table" else lookup for lookup, tier in stored_tiers(request.policy)]
     for lookup in (*results, *stored):
@@ -100,8 +106,10 @@ def _from_overlays(
     for name, value in request.policy.overlay:
         if isinstance(value, KeyedConfigs):
             entry = value.lookup(key) if key is not None else None
-            config = _config_of(entry, chosen, space)
-            tier = "overlay (autotuning result)" if isinstance(value, AutotuningResult) else "overlay"
+            config, tier = _config_of(entry, chosen, space), "overlay"
+            if isinstance(value, AutotuningResult):
+                legal = config is None or space is None or _is_legal(request, chosen, space, config)
+                config, tier = (config if legal else None), "overlay (autotuning result)"
         else:
             config = from_overlay(request, phase, chosen, space, Selector.parse(name), value, other_phase)
             tier = "overlay"
@@ -114,32 +122,50 @@ def _from_stores(
     request: Request, chosen: Candidate, space: ConfigSpace, key: Key, quarantine: QuarantineFilter
 ) -> Selected | None:
     for lookup, tier in stored_tiers(request.policy):
-        config = next(_configs_of(lookup(key), chosen, space, quarantine), None)
+        config = next(_configs_of(lookup(key), request, chosen, space, quarantine), None)
         if config is not None:
             return Selected(config, tier)
 
-    near = [] if "persistent" in request.policy.closed_tiers else _tables.nearest(key)
-    legal = legal_configs(request, chosen, space) if near else ()
-    for entry in near:
-        config = next((config for config in _configs_of(entry, chosen, space, quarantine) if config in legal), None)
+    for entry in [] if "persistent" in request.policy.closed_tiers else _tables.nearest(key):
+        config = next(_configs_of(entry, request, chosen, space, quarantine, near=True), None)
         if config is not None:
             return Selected(config, f"shipped table (nearest bucket: {entry.key.arrays()})")
     return None
 
 
-def _configs_of(entry: Entry | None, chosen: Candidate, space: ConfigSpace, quarantine: QuarantineFilter) -> Iterator[Any]:
-    """The entry's config; if that is quarantined, the others that it has timings of, the fastest first."""
+def _configs_of(
+    entry: Entry | None,
+    request: Request,
+    chosen: Candidate,
+    space: ConfigSpace,
+    quarantine: QuarantineFilter,
+    *,
+    near: bool = False,
+) -> Iterator[Any]:
+    """The entry's config; if that is quarantined, the others that it has timings of, the fastest first. Only what is legal for the
+    call; of an entry that is `near`, which is of another call, an illegal config is no cause for a warning."""
     config = _config_of(entry, chosen, space)
     if entry is None or config is None:
         return
+    legal = _is_legal(request, chosen, space, config, says_so=not near)
     if quarantine.admits(config):
-        yield config
+        if legal:
+            yield config
         return
     for timing in sorted(entry.timings, key=lambda timing: timing.median):
         if not timing.failure and timing.config != entry.config:
             other = _config_of(dataclasses.replace(entry, config=timing.config), chosen, space)
-            if other is not None and quarantine.admits(other):
+            if other is not None and _is_legal(request, chosen, space, other, says_so=False) and quarantine.admits(other):
                 yield other
+
+
+def _is_legal(request: Request, chosen: Candidate, space: ConfigSpace, config: Any, *, says_so: bool = True) -> bool:
+    """Whether the implementation itself would choose or try a config for the call: whoever can write JSON can write any other."""
+    if config in legal_configs(request, chosen, space) or config == from_heuristic(request, chosen, space):
+        return True
+    if says_so:
+        warn_once(describe(chosen), f"stored config ignored: {config} is not in the search space of its call")
+    return False
 
 
 def stored_tiers(policy: Policy) -> list[tuple[Callable[[Key], Entry | None], str]]:

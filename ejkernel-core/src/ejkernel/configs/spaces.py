@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ejkernel._plugins.containment import contained
+from ejkernel._plugins.containment import contained, imported, raised
 from ejkernel._plugins.records import Candidate
 from ejkernel.errors import NoConfigError, invalid, suggestion, wrong_type
-from ejkernel.plugin import ConfigSpace, resolve
+from ejkernel.plugin import ConfigSpace
 from ejkernel.utils.renamed_knobs import new_name, with_new_names
 
 _CHECKED_TYPES: Mapping[Any, tuple[type, ...]] = {
@@ -46,11 +47,18 @@ def as_setting(argument: str, config: Any) -> Any:
 
 
 def config_space(candidate: Candidate) -> ConfigSpace | None:
-    """The knobs of an implementation; None if it has none."""
+    """The knobs of an implementation; None if it has none.
+
+    Raises:
+        NoConfigError: they cannot be imported, or are something else.
+    """
     reference = candidate.implementation.configs
     if reference is None:
         return None
-    space = contained(describe(candidate), lambda: resolve(reference))  # pyright: ignore[reportArgumentType]
+    try:
+        space = imported(f"configs of {describe(candidate)}", reference)
+    except Exception as error:
+        raise NoConfigError(f"{describe(candidate)}: its configs cannot be imported: {raised(error)}") from error
     if not isinstance(space, ConfigSpace) or not dataclasses.is_dataclass(space.config):
         raise NoConfigError(f"{describe(candidate)}: configs is {space!r}, expected a ConfigSpace of a dataclass")
     return space
@@ -104,12 +112,13 @@ def build(argument: str, config_type: type, values: Mapping[str, Any], base: Any
             raise wrong_type(
                 argument, f"{field.name}={values[field.name]!r}", f"{types[-1].__name__} there, in {signature(config_type)}"
             )
+    make = functools.partial(config_type, **values) if base is None else lambda: dataclasses.replace(base, **values)
     try:
-        return config_type(**values) if base is None else dataclasses.replace(base, **values)
-    except (TypeError, ValueError) as error:
+        return contained(signature(config_type), make)
+    except Exception as error:
         word = wrong_type if isinstance(error, TypeError) else invalid
         shown = ", ".join(f"{name}={value!r}" for name, value in values.items())
-        raise word(argument, shown, f"legal values for {signature(config_type)}", remedy=str(error)) from error
+        raise word(argument, shown, f"legal values for {signature(config_type)}", remedy=str(error) or raised(error)) from error
 
 
 def to_plain(config: Any) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from ejkernel._plugins.containment import refuse_answers
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.configs.entry import LEVEL, Entry, dump_entries, load_entries, require_verified
 from ejkernel.configs.key import Key
-from ejkernel.utils.cache_folder import cache_folder, read_file, replace_file
+from ejkernel.utils.cache_folder import UntrustedError, cache_folder, distrust, read_file, replace_file
 from ejkernel.utils.warn_once import warn_once
 
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
@@ -95,9 +95,11 @@ def _lookup(folder: Path, key: Key) -> Entry | None:
 
 
 def write(folder: Path, digest: str, text: str) -> bool:
-    """Put a file in place in one step; False, with one warning per folder, if that cannot be."""
+    """Put a file in place in one step; False, with one warning per folder, if that cannot or must not be."""
     try:
         replace_file(folder / f"{digest}.json", text.encode())
+    except UntrustedError:
+        return False
     except OSError as error:
         message = f"the tuning cache cannot be written ({error.strerror or error}); what was found holds for this process only"
         remedy = "free space or permit writing there, or let EJKERNEL_CACHE_DIR name another folder"
@@ -107,14 +109,14 @@ def write(folder: Path, digest: str, text: str) -> bool:
 
 
 def files(folder: Path) -> Iterator[Path]:
-    """Every file of this module's own naming, in order; nothing where there is no folder."""
-    if folder.is_dir():
+    """Every file of this module's own naming, in order; nothing where there is no folder, or others can write to it."""
+    if folder.is_dir() and not distrust(folder):
         yield from sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
 def leftovers(folder: Path) -> Iterator[Path]:
     """Temporary files of writers that were killed, or are at work just now."""
-    if folder.is_dir():
+    if folder.is_dir() and not distrust(folder):
         yield from sorted(path for path in folder.iterdir() if _TEMPORARY.fullmatch(path.name))
 
 

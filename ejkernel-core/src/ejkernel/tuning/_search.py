@@ -21,7 +21,7 @@ import jax
 from ejkernel._dispatch.recording import RecordedCall
 from ejkernel._plugins.records import Candidate
 from ejkernel.configs.entry import Check, Entry, Timing
-from ejkernel.configs.heuristic import legal_configs
+from ejkernel.configs.heuristic import from_heuristic, legal_configs
 from ejkernel.configs.key import Key
 from ejkernel.configs.quarantine import Quarantined, QuarantineFilter, add, lift
 from ejkernel.configs.result import AutotuningResult
@@ -187,7 +187,7 @@ def _trials(problem: TuningProblem, retry: bool) -> list[_Trial]:
         space = config_space(candidate)
         configs: dict[Any, None] = {None: None}
         if space is not None:
-            heuristic = space.heuristic(problem.request.call, problem.request.target)
+            heuristic = from_heuristic(problem.request, candidate, space)
             configs = dict.fromkeys((heuristic, *legal_configs(problem.request, candidate, space)))
         quarantine = QuarantineFilter(problem.request, problem.phase, candidate, _key(problem, candidate))
         for config in configs:

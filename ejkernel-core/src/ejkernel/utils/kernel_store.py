@@ -1,7 +1,8 @@
 """Compiled kernels on disk, shared by processes: content under the hash of everything that it was made from.
 
-An entry is never wrong, only absent: whoever writes a key writes the same kernel. Files are put in place by atomic rename and
-begin with a checksum, so that a damaged one is a miss. Past `MOST_BYTES` those that were not used for longest are deleted.
+An entry is never wrong, only absent: whoever writes a key writes the same kernel, and nobody else can write, see `cache_folder`.
+Files are put in place by atomic rename and begin with a checksum, so that a damaged one is a miss. Past `MOST_BYTES` those that
+were not used for longest are deleted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ejkernel.utils.cache_folder import cache_folder, read_file, replace_file
+from ejkernel.utils.cache_folder import UntrustedError, cache_folder, distrust, read_file, replace_file
 from ejkernel.utils.warn_once import warn_once
 
 MOST_BYTES = 1 << 30
@@ -59,10 +60,12 @@ class KernelStore:
         return zlib.decompress(content)
 
     def put(self, key: str, content: bytes) -> bool:
-        """Store something; False, with one warning per folder, if it cannot be written."""
+        """Store something; False, with one warning per folder, if it cannot be or must not be written."""
         packed = zlib.compress(content)
         try:
             replace_file(self._path(key), hashlib.sha256(packed).digest() + packed)
+        except UntrustedError:
+            return False
         except OSError as error:
             self._warn(f"compiled kernels cannot be stored ({error.strerror or error}); other processes compile them again")
             return False
@@ -116,7 +119,8 @@ def _of_all_platforms(pattern: re.Pattern[str]) -> Iterator[Path]:
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name)) if folder.is_dir() else []
+    found = folder.iterdir() if folder.is_dir() and not distrust(folder) else ()
+    return sorted(path for path in found if pattern.fullmatch(path.name))
 
 
 def _state(path: Path) -> os.stat_result | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,9 @@ class Combination:
     finding: str
     remedy: str = ""
 
+
+TESTED_JAX = ("0.10.2", "0.12.0.1")
+"""The oldest and the newest jax on which all tests run."""
 
 _FIRST_OF_NEXT = ">=0.4.0,<=0.4.1"
 _REMEDY = 'pip install "jax-triton==0.3.1"'
@@ -60,6 +64,15 @@ COMBINATIONS = (
 )
 """Lowered with jax 0.10.2, 0.11.0, 0.11.2, 0.12.0, 0.12.0.1; jax-triton 0.3.1, 0.4.0, 0.4.1; Triton 3.6.0, 3.7.0, 3.7.1, 3.8.0,
 3.9.0. The ranges above span what was found between them."""
+
+
+def untested_jax(installed: str) -> str:
+    """What to know of a jax that is outside of what was tested; empty for one that is inside."""
+    oldest, newest = TESTED_JAX
+    if Version(oldest) <= Version(installed) <= Version(newest):
+        return ""
+    word = "newer" if Version(installed) > Version(newest) else "older"
+    return f"jax {installed} is {word} than what ejkernel is tested with, {oldest} to {newest}"
 
 
 def matching(installed: Mapping[str, str]) -> tuple[Combination, ...]:
