@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import math
 import platform
 import re
 import statistics
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ejkernel_train import cost, data
+from ejkernel_train import cost, data, finite
 from ejkernel_train.checkpoint import Checkpoints
 from ejkernel_train.config import TrainConfig
 from ejkernel_train.step import State, compile_step, initialise
@@ -41,6 +42,7 @@ class Build:
 
     Attributes:
         losses: nats per token, one for each step.
+        norms: of the gradient before clipping, one for each step.
         seconds: wall time of each step, until its results are there.
     """
 
@@ -50,6 +52,7 @@ class Build:
         shardings, self._batch = self.compiled.shardings
         self.state: State = jax.jit(lambda: initialise(config), out_shardings=shardings)()
         self.losses: list[float] = []
+        self.norms: list[float] = []
         self.seconds: list[float] = []
 
     @property
@@ -62,9 +65,10 @@ class Build:
         if self._batch is not None:
             placed = jax.make_array_from_callback(window.shape, self._batch, lambda part: window[part])
         start = time.perf_counter()
-        self.state, loss = jax.block_until_ready(self.compiled.program(self.state, placed))
+        self.state, measures = jax.block_until_ready(self.compiled.program(self.state, placed))
         self.seconds.append(time.perf_counter() - start)
-        self.losses.append(float(loss))
+        self.losses.append(float(measures.loss))
+        self.norms.append(float(measures.norm))
 
     def record(self, peak: float | None, skip: int) -> dict[str, Any]:
         """What this build cost and learnt; times of the first `skip` steps do not count."""
@@ -86,7 +90,7 @@ class Build:
             "program_bytes": program_bytes(compiled.program),
             "implementations": implementations(compiled.program),
             "collectives": dict(Counter(found.kind for found in collectives(compiled.program))),
-            "losses": self.losses,
+            "losses": [loss if math.isfinite(loss) else None for loss in self.losses],  # JSON has no NaN
         }
 
 
@@ -113,6 +117,7 @@ def run(
 
     Raises:
         ValueError: several configs with checkpoints; a checkpoint of all steps.
+        NotFiniteError: the loss or the gradient of a step is not finite, see `TrainConfig.on_nonfinite`.
     """
     if checkpoints and len(configs) > 1:
         raise ValueError("checkpoints are of one build; leave out either --checkpoints or --compare")
@@ -128,7 +133,9 @@ def run(
         window = data.batch(tokens, first.seed, step, first.batch, first.length)
         for build in builds[:: -1 if step % 2 else 1]:  # the order changes, so that none always follows the other
             build.advance(window)
+            finite.check(build.config, step + 1, build.losses, build.norms, checkpoints)
         if checkpoints and ((step + 1) % save_every == 0 or step + 1 == first.steps):
+            finite.check_state(builds[0].state, step + 1, checkpoints)
             checkpoints.save(step + 1, builds[0].state)
         progress(step + 1, [build.losses[-1] for build in builds])
     device = jax.local_devices()[0]

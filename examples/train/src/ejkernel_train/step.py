@@ -53,8 +53,18 @@ def initialise(config: TrainConfig) -> State:
     return State(model, optimizer(config).init(split(model)[0]), jnp.zeros((), jnp.int32))
 
 
-def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[State, jax.Array]:
-    """One update on windows `[B, T + 1]`; returns the loss before it."""
+class Measures(NamedTuple):
+    """Scalars of a step: the loss before its update, and the norm of the gradient before clipping."""
+
+    loss: jax.Array
+    norm: jax.Array
+
+
+def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[State, Measures]:
+    """One update on windows `[B, T + 1]`.
+
+    With `on_nonfinite="skip"`, a step whose loss or gradient is not finite changes nothing but the number of the step.
+    """
     operations, layout = choose(config.kernels, config.plain), Layout.parse(config.mesh)
 
     def loss(model: Model) -> jax.Array:
@@ -66,7 +76,12 @@ def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[St
     gradients, largest = split(gradients)
     updates, moments = optimizer(config).update(gradients, state.moments, weights)
     model = eqx.combine(eqx.apply_updates(weights, updates), jax.tree.map(next_scales, scales, largest))
-    return State(model, moments, state.step + 1), value
+    measures = Measures(value, optax.global_norm(gradients))  # which clipping computes too
+    if config.on_nonfinite == "skip":
+        finite = jnp.isfinite(measures.loss) & jnp.isfinite(measures.norm)
+        after, before = (model, moments), (state.model, state.moments)
+        model, moments = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+    return State(model, moments, state.step + 1), measures
 
 
 class Compiled(NamedTuple):
