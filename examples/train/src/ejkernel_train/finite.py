@@ -49,9 +49,7 @@ def check_state(state: Any, step: int, checkpoints: Checkpoints | None) -> None:
         NotFiniteError: a parameter or a moment is not finite.
     """
     if not bool(_ALL_FINITE(state)):
-        raise NotFiniteError(
-            f"step {step}: parameters after its update are not finite, so they are not saved. {_advice(checkpoints)}"
-        )
+        raise NotFiniteError(f"step {step}: parameters after it are not finite, so they are not saved. {_advice(checkpoints)}")
 
 
 def _state_is_finite(state: Any) -> jax.Array:
