@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from ejkernel_train.config import TrainConfig
 from ejkernel_train.operations import choose
-from ejkernel_train.sharding import BATCH, Layout, spec_of
-from ejkernel_train.step import initialise
+from ejkernel_train.step import check_mesh
 
 _SAID = (
     *("model", "size", "float8", "seed", "batch", "length", "dtype", "kernels", "learning_rate", "warmup", "steps"),
@@ -80,7 +78,7 @@ def check_configs(configs: Sequence[TrainConfig], tokens: np.ndarray) -> None:
         )
     for config in configs:
         choose(config.kernels, config.plain)
-        _check_mesh(config)
+        check_mesh(config)
 
 
 def settings(config: TrainConfig, tokens: np.ndarray) -> dict[str, Any]:
@@ -88,29 +86,6 @@ def settings(config: TrainConfig, tokens: np.ndarray) -> dict[str, Any]:
     found: dict[str, Any] = {f"--{name.replace('_', '-')}": getattr(config, name) for name in _SAID}
     digest = hashlib.sha256(np.ascontiguousarray(tokens)).hexdigest()
     return {**found, "--plain": ",".join(config.plain), "--text": f"{len(tokens)} tokens, SHA-256 {digest[:16]}"}
-
-
-def _check_mesh(config: TrainConfig) -> None:
-    layout = Layout.parse(config.mesh)
-    if layout.mesh is None:
-        return
-    sizes = layout.mesh.shape
-    if config.batch % (parts := math.prod(sizes[axis] for axis in BATCH)):
-        raise ValueError(
-            f"--batch is {config.batch}; make it a multiple of the {parts} devices of {', '.join(BATCH)} in --mesh"
-        )
-    if config.sizes.experts % layout.expert_devices:
-        raise ValueError(
-            f"--mesh has expert={layout.expert_devices}; make it a divisor of the model's {config.sizes.experts} experts"
-        )
-    model = jax.eval_shape(lambda: initialise(config)).model
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
-        name = jax.tree_util.keystr(path)
-        for size, axis in zip(leaf.shape, spec_of(name), strict=False):
-            if axis is not None and size % sizes[axis]:
-                raise ValueError(
-                    f"--mesh has {axis}={sizes[axis]}; make it a divisor of {size}, an axis of the parameter {name}"
-                )
 
 
 def _check_checkpoints(folder: Path) -> None:

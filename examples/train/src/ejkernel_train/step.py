@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from ejkernel_train.config import TrainConfig
 from ejkernel_train.float8 import next_scales
 from ejkernel_train.model import Model
 from ejkernel_train.operations import choose
-from ejkernel_train.sharding import Layout
+from ejkernel_train.sharding import BATCH, Layout, spec_of
 
 
 class State(NamedTuple):
@@ -95,13 +96,38 @@ class Compiled(NamedTuple):
     compile_seconds: float
 
 
-def compile_step(config: TrainConfig) -> Compiled:
-    """Trace, lower and compile the step without running anything."""
-    state, layout = jax.eval_shape(lambda: initialise(config)), Layout.parse(config.mesh)
+def check_mesh(config: TrainConfig) -> None:
+    """Raises:
+    ValueError: the mesh does not divide the experts, the batch or a parameter.
+    """
+    layout = Layout.parse(config.mesh)
+    if layout.mesh is None:
+        return
+    devices = layout.mesh.shape
     if config.sizes.experts % layout.expert_devices:
         raise ValueError(
             f"--mesh has expert={layout.expert_devices}; make it a divisor of the model's {config.sizes.experts} experts"
         )
+    if config.batch % (parts := math.prod(devices[axis] for axis in BATCH)):
+        raise ValueError(
+            f"--batch is {config.batch}; make it a multiple of the {parts} devices of {', '.join(BATCH)} in --mesh"
+        )
+    model = jax.eval_shape(lambda: initialise(config)).model
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        name = jax.tree_util.keystr(path)
+        for size, axis in zip(leaf.shape, spec_of(name), strict=False):  # axes after the spec's are whole
+            if axis is not None and size % devices[axis]:
+                raise ValueError(f"--mesh has {axis}={devices[axis]}; make it a divisor of {size}, an axis of {name}")
+
+
+def compile_step(config: TrainConfig) -> Compiled:
+    """Trace, lower and compile the step without running anything.
+
+    Raises:
+        ValueError: as `check_mesh`.
+    """
+    check_mesh(config)
+    state, layout = jax.eval_shape(lambda: initialise(config)), Layout.parse(config.mesh)
     window = jax.ShapeDtypeStruct((config.batch, config.length + 1), jnp.int32)
     shardings, batch = layout.shardings(state), layout.batch()
     step = jax.jit(
