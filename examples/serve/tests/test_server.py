@@ -15,59 +15,16 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
+from served import SIZES, Server, serving, wait_for
 
 from ejkernel_serve.config import Sampling
 from ejkernel_serve.engine import Engine
 from ejkernel_serve.protocol import parse
 from ejkernel_serve.scheduler import News, Request
-from ejkernel_serve.server import MAX_BODY, application
+from ejkernel_serve.server import MAX_BODY
 from ejkernel_serve.text import text_of
 
 Engines = Callable[..., Engine]
-SIZES: dict[str, Any] = {"pages": 32, "page_size": 16, "max_length": 512, "max_requests": 8, "buckets": (8, 64)}
-
-
-class Server:
-    """uvicorn in a thread, and the engine that it serves."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.uvicorn = uvicorn.Server(
-            uvicorn.Config(application(engine, "tiny"), port=0, log_level="warning", ws="none", timeout_graceful_shutdown=2)
-        )
-        self.thread = threading.Thread(target=self.uvicorn.run)
-        self.thread.start()
-        wait_for(lambda: self.uvicorn.started)
-        self.port = self.uvicorn.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.client = httpx.Client(base_url=self.url, timeout=60)
-
-    def complete(self, **fields: Any) -> httpx.Response:
-        return self.client.post("/v1/completions", json={"model": "tiny", **fields})
-
-    def text(self, **fields: Any) -> str:
-        return self.complete(**fields).raise_for_status().json()["choices"][0]["text"]
-
-    def stop(self) -> None:
-        self.client.close()
-        self.uvicorn.should_exit = True
-        self.thread.join(timeout=30)
-        assert not self.thread.is_alive()
-
-    def idle(self) -> bool:
-        return not self.engine.busy and self.engine.scheduler.cache.held == 0
-
-
-@contextlib.contextmanager
-def serving(engine: Engine) -> Iterator[Server]:
-    server = Server(engine)
-    try:
-        yield server
-    finally:
-        server.stop()
-        assert server.idle()
-        engine.check()
 
 
 @pytest.fixture
@@ -90,13 +47,6 @@ def slow(engine_of: Engines) -> Iterator[Server]:
     engine.scheduler.end = None
     with serving(engine) as found:
         yield found
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
-    last = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < last, "waited in vain"
-        time.sleep(0.005)
 
 
 def alone(engine: Engine, **fields: Any) -> str:
@@ -219,6 +169,13 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": ""}, "stop", "not empty"),
     ({"stop": ["a"] * 5}, "stop", "at most 4"),
     ({"stop": [1]}, "stop", "not empty"),
+    ({"stop": "a" * 200_000}, "stop", "has a sequence of 200000 bytes; at most 1024 are possible"),
+    ({"stop": ["b", "é" * 513]}, "stop", "has a sequence of 1026 bytes; at most 1024 are possible"),
+    ({"prompt": ["a"] * 200}, "prompt", "has 200 prompts; at most 64 are possible"),
+    ({"prompt": [10**300]}, "prompt", "token 1000"),
+    ({"max_tokens": 2**31}, "max_tokens", "less than"),
+    ({"n": 10**4000}, "n", "less than"),
+    ({"x" * 9000: 1}, "x" * 500 + "...", "xxx"),
     ({"n": 0}, "n", "greater than or equal to 1"),
     ({"n": 65}, "n", "at most 64"),
     ({"stream": "yes"}, "stream", "valid boolean"),
@@ -256,6 +213,14 @@ def test_bodies_that_are_no_request(server: Server):
         b"\xff",
         b'{"model": "tiny", "prompt": "\\ud800"}',
         b'{"temperature": NaN}',
+        b'{"model": "tiny", "prompt": "x", "temperature": Infinity}',
+        b'{"model": "tiny", "prompt": "x", "temperature": 1e999}',
+        b'{"model": "tiny", "prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
+        b'{"model": "tiny", "prompt": "x", "prompt": "y"}',
+        b'{"model": "tiny", "prompt": "x", "logit_bias": {"a": 1, "a": 1}}',
+        b'{"model": "tiny", "prompt": "x", "stop": "\\udfff"}',
+        b'{"model": "tiny", "prompt": "x", "\\udfff": 1}',
+        b'{"model": "tiny", ' + b", ".join(b'"%d": 0' % number for number in range(50_000)) + b"}",
         nested,
     ):
         answer = server.client.post("/v1/completions", content=body)

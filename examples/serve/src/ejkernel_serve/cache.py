@@ -81,6 +81,12 @@ class PageCache:
         if self.reuse and page not in self._hashes and value not in self._by_hash:
             self._by_hash[value], self._hashes[page] = page, value
 
+    def forget(self, pages: Sequence[int]) -> None:
+        """No longer know these pages, so that nobody shares them any more; who holds them keeps them."""
+        for page in pages:
+            if page in self._hashes:
+                del self._by_hash[self._hashes.pop(page)]
+
     def release(self, pages: Sequence[int]) -> None:
         """Hold pages of one request, in order, once less. Its last pages are forgotten first: others need those before them."""
         for page in reversed(pages):

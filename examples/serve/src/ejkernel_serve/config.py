@@ -60,6 +60,28 @@ class EngineConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Limits:
+    """How much of the server one client may have.
+
+    Attributes:
+        body_bytes: of a request.
+        bodies_bytes: of all requests that are being read; a client of more is told to come again.
+        head_seconds, body_seconds: until a request's headers, and its body, must be whole.
+        write_seconds: that a client may take to read what fills the send buffer.
+        linger_seconds: that a client may go on sending when it has its answer.
+        connections: open ones; more are told to come again, and beyond twice as many they are closed.
+    """
+
+    body_bytes: int = 1 << 20
+    bodies_bytes: int = 1 << 26
+    head_seconds: float = 10
+    body_seconds: float = 30
+    write_seconds: float = 30
+    linger_seconds: float = 2
+    connections: int = 1024
+
+
+@dataclasses.dataclass(frozen=True)
 class Sampling:
     """How a request's tokens are drawn, and when it ends.
 

@@ -83,6 +83,17 @@ class Engine:
             self._pages, drawn, _ = STEP(self._weights, self._pages, self._empty(size))
             drawn.block_until_ready()
 
+    def probe(self) -> None:
+        """Generate a token.
+
+        Raises:
+            ValueError: the model's logits are not finite, as those of a training that diverged.
+        """
+        request = self.submit([START], Sampling(max_tokens=1))
+        self.finish()
+        if request.reason == "failed":
+            raise ValueError("the model's logits are not finite, so it can generate nothing; serve an earlier checkpoint")
+
     def check(self) -> None:
         """That no page is lost; see `PageCache.check`."""
         with self._lock:

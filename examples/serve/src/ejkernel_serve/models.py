@@ -10,7 +10,7 @@ import jax
 
 from ejkernel_serve.config import EngineConfig
 from ejkernel_serve.engine import Engine
-from ejkernel_train.checkpoint import Checkpoints
+from ejkernel_train.checkpoint import Checkpoints, DamagedError
 from ejkernel_train.config import DEFAULTS, TrainConfig
 from ejkernel_train.model import Model
 from ejkernel_train.step import initialise
@@ -38,7 +38,7 @@ def load_model(model: str, size: str, checkpoint: Path | None) -> Model:
     """With the weights of the newest checkpoint, or random ones.
 
     Raises:
-        ValueError: there is no checkpoint in the folder, or it is of another model or size.
+        ValueError: there is no whole checkpoint in the folder, or it is of another model or size.
     """
     config = TrainConfig(model=model, size=size)
     if checkpoint is None:
@@ -46,10 +46,16 @@ def load_model(model: str, size: str, checkpoint: Path | None) -> Model:
     if not checkpoint.is_dir():
         raise ValueError(f"--checkpoint {checkpoint} is no folder; give what ejkernel_train got as --checkpoints")
     state = initialise(config)
-    with Checkpoints(checkpoint) as checkpoints:
+    try:
+        opened = Checkpoints(checkpoint)
+    except ImportError as error:
+        raise ValueError(f"--checkpoint: {error}; pip install ejkernel-serve[checkpoints]") from None
+    with opened as checkpoints:
         try:
             restored = checkpoints.restore(state)
-        except (KeyError, ValueError) as error:
+        except DamagedError as error:
+            raise ValueError(f"--checkpoint: {error}") from error
+        except ValueError as error:
             raise ValueError(f"--checkpoint {checkpoint} is not of --model {model} --size {size}: {error}") from error
     if not int(restored.step):
         raise ValueError(f"--checkpoint {checkpoint} has no checkpoint")

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import secrets
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ejkernel_serve.config import Sampling
-from ejkernel_serve.text import tokens_of
+from ejkernel_serve.text import text_of, tokens_of
 
 MAX_CHOICES = 64
 """Prompts of a request times `n`."""
+
+MAX_STOPS = 4
+MAX_STOP = 1024
+"""Bytes of a stop sequence."""
+
+_MAX_FIELDS = 64
+_MAX_MESSAGE = 500
+"""Characters of an error's message, which may repeat what the client sent."""
 
 
 class ApiError(Exception):
@@ -22,7 +33,8 @@ class ApiError(Exception):
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.code = status, _printable(message), code
+        self.param = None if param is None else _printable(param)
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
 
     @property
@@ -49,13 +61,13 @@ class CompletionRequest(BaseModel):
 
     model: str
     prompt: tuple[tuple[int, ...], ...]
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=1, lt=2**31)
     temperature: Number = Field(1.0, ge=0, le=2)
     top_p: Number = Field(1.0, ge=0, le=1)
     top_k: int = Field(0, ge=0, lt=2**31)
     seed: int | None = Field(None, ge=0, lt=2**63)
     stop: tuple[str, ...] = ()
-    n: int = Field(1, ge=1)
+    n: int = Field(1, ge=1, lt=2**31)
     logprobs: int | None = None
     echo: bool = False
     stream: bool = False
@@ -81,14 +93,19 @@ class CompletionRequest(BaseModel):
             given = [given]
         if not _is_list(given) or not given:
             raise ValueError("must be a string, a list of tokens, or a list of these that is not empty")
+        if len(given) > MAX_CHOICES:
+            raise ValueError(f"has {len(given)} prompts; at most {MAX_CHOICES} are possible")
         return tuple(_prompt(each) for each in given)
 
     @field_validator("stop", mode="plain")
     @classmethod
     def _stops(cls, given: Any) -> tuple[str, ...]:
         stops = [given] if isinstance(given, str) else given
-        if not _is_list(stops) or len(stops) > 4 or not all(isinstance(each, str) and each for each in stops):
-            raise ValueError("must be a string that is not empty, or a list of at most 4 of them")
+        if not _is_list(stops) or len(stops) > MAX_STOPS or not all(isinstance(each, str) and each for each in stops):
+            raise ValueError(f"must be a string that is not empty, or a list of at most {MAX_STOPS} of them")
+        longest = max((len(each.encode()) for each in stops), default=0)
+        if longest > MAX_STOP:
+            raise ValueError(f"has a sequence of {longest} bytes; at most {MAX_STOP} are possible")
         return tuple(stops)
 
     @field_validator("best_of", "frequency_penalty", "presence_penalty", "logit_bias", "suffix", "logprobs")
@@ -110,9 +127,14 @@ class CompletionRequest(BaseModel):
             raise ApiError(400, "echo with logprobs is not supported: prompts have no log-probabilities", param="echo")
         return self
 
-    @property
+    @functools.cached_property
     def stops(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(stop.encode()) for stop in self.stop)
+
+    @functools.cached_property
+    def echoes(self) -> tuple[str, ...]:
+        """What the text after each prompt begins with."""
+        return tuple(text_of(prompt) if self.echo else "" for prompt in self.prompt)
 
     def requests(self) -> list[tuple[tuple[int, ...], Sampling]]:
         """One for each choice: `n` for the first prompt, then those of the next one."""
@@ -129,12 +151,46 @@ def parse(body: bytes) -> CompletionRequest:
     ApiError: 400, naming the first field that does not fit.
     """
     try:
-        return CompletionRequest.model_validate_json(body)
+        return CompletionRequest.model_validate(_json_object(body))
     except ValidationError as errors:
         error = errors.errors(include_url=False, include_context=False, include_input=False)[0]
         param = ".".join(str(part) for part in error["loc"]) or None
         message = error["msg"].removeprefix("Value error, ")
         raise ApiError(400, f"{param}: {message}" if param else message, param=param) from None
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    """By the letter of RFC 8259, and no field twice, of which parsers take either."""
+    try:
+        found = json.loads(body.decode(), object_pairs_hook=_fields, parse_constant=_no_number)
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    except ValueError as error:  # of JSON, of UTF-8, and of integers of thousands of digits
+        raise ApiError(400, f"the body is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ApiError(400, "the body must be a JSON object, with the fields of a completion request")
+    return found  # pyright: ignore[reportUnknownVariableType]
+
+
+def _fields(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > _MAX_FIELDS:
+        raise ApiError(400, f"an object of the body has {len(pairs)} fields; at most {_MAX_FIELDS} are possible")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ApiError(400, f"the field {name!r} is given twice", param=name)
+        found[name] = value
+    return found
+
+
+def _no_number(word: str) -> float:
+    raise ApiError(400, f"the body is no JSON: it has {word}, which is no number there")
+
+
+def _printable(text: str) -> str:
+    """What may be part of an answer, however a client chose it."""
+    short = text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
+    return short.encode(errors="backslashreplace").decode()
 
 
 def _prompt(given: Any) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -16,8 +17,10 @@ from ejkernel_serve import speculative
 from ejkernel_serve.cache import PageCache
 from ejkernel_serve.config import EngineConfig, Sampling
 from ejkernel_serve.speculative import Draft
+from ejkernel_serve.stops import StopMatcher
 
-Reason = Literal["stop", "length", "cancelled"]
+Reason = Literal["stop", "length", "cancelled", "failed"]
+"""Why a request ended; "failed" if the model's logits for its next token were not finite."""
 
 
 class QueueFullError(Exception):
@@ -53,6 +56,10 @@ class Request:
     drafted: int = 0
     accepted: int = 0
     reason: Reason | None = None
+
+    def __post_init__(self) -> None:
+        self.stops = StopMatcher(self.sampling.stop)
+        """Has read what was generated."""
 
     @property
     def generated(self) -> list[int]:
@@ -161,7 +168,7 @@ class Scheduler:
             self._preempt(self.running[-1])
 
     def commit(self, chunks: Sequence[Chunk], drawn: Sequence[Drawn]) -> list[News]:
-        """Take in what a step has drawn for each chunk. Returns the requests with new tokens.
+        """Take in what a step has drawn for each chunk. Returns the requests with new tokens, and those that have failed.
 
         Requests that were cancelled meanwhile are passed over.
         """
@@ -175,6 +182,11 @@ class Scheduler:
                 continue
             before = len(request.tokens)
             right = self._follow(chunk, after)
+            if right is None:
+                self.cache.forget(request.pages)  # nobody else shall read what gave such logits
+                self._end(request, "failed")
+                news.append(News(request, len(request.tokens) - before))
+                continue
             request.drafted, request.accepted = request.drafted + len(chunk.drafts), request.accepted + len(right)
             # keys and values of drafts stay if they lie as a text without other branches would; others are computed again
             kept = sum(index == place for place, index in enumerate(right))
@@ -213,13 +225,19 @@ class Scheduler:
                     chunks[place] = Chunk(request, size, drafts)
         return chunks
 
-    def _follow(self, chunk: Chunk, drawn: Drawn) -> list[int]:
-        """Append what was drawn after the chunk, and, while a draft was right, after that one. Returns the drafts that were."""
+    def _follow(self, chunk: Chunk, drawn: Drawn) -> list[int] | None:
+        """Append what was drawn after the chunk, and, while a draft was right, after that one. Returns the drafts that were.
+
+        None if no token could be drawn: the logits were NaN.
+        """
         request, right, at = chunk.request, list[int](), -1
         while True:
-            token = drawn.tokens[at + 1]
+            token, logprob = drawn.tokens[at + 1], drawn.logprobs[at + 1]
+            if token < 0 or not math.isfinite(logprob):
+                return None
             request.tokens.append(token)
-            request.logprobs.append(drawn.logprobs[at + 1])
+            request.logprobs.append(logprob)
+            request.stops.feed(token)
             following = speculative.children(chunk.drafts, at).get(token)
             if following is None or self._reason(request) is not None:
                 return right
@@ -277,11 +295,9 @@ class Scheduler:
                 self.cache.publish(page, value)
 
     def _reason(self, request: Request) -> Reason | None:
-        generated = request.generated
-        ended = generated[-1] == self.end
-        if ended or any(tuple(generated[-len(stop) :]) == stop for stop in request.sampling.stop):
+        if request.tokens[-1] == self.end or request.stops.matched:
             return "stop"
-        return "length" if len(generated) >= request.sampling.max_tokens else None
+        return "length" if len(request.tokens) - request.prompt >= request.sampling.max_tokens else None
 
     def _end(self, request: Request, reason: Reason) -> None:
         request.reason = reason

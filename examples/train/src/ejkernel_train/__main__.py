@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 
-from ejkernel_train import data, report
+from ejkernel_train import checks, data, report
 from ejkernel_train.checkpoint import Checkpoints
 from ejkernel_train.config import DEFAULTS, MODELS, TrainConfig
+from ejkernel_train.finite import NotFiniteError
 from ejkernel_train.operations import MODULES, Operations
 
 
@@ -44,6 +45,9 @@ def parser() -> argparse.ArgumentParser:
     add("--float8", "--fp8", action="store_true", help="large linear layers multiply in float8 with delayed scales")
     add("--remat", choices=["none", "dots", "full"], help="what the backward computes again")
     add("--layers", choices=["scan", "unroll"], help="compile one repeat of the blocks, or all")
+    add(
+        "--on-nonfinite", choices=["stop", "skip"], help="a step whose loss or gradient is NaN ends the run (3), or is left out"
+    )
     add("--mesh", help='devices of each axis, as "data=2,fsdp=2,tensor=2"')
     add("--coordinator", metavar="HOST:PORT", help="of a run of several processes, which all get the same command")
     add("--processes", type=int, help="how many, with --coordinator; a cluster that JAX knows needs neither this nor --process")
@@ -79,7 +83,7 @@ def show(record: dict[str, Any]) -> None:
             f"{build['kernels']:>8}: {build['tokens_per_second']:,.0f} tokens/s"
             + (f", {share:.1%} of {record['peak_operations_per_second'] / 1e12:.0f} TFLOP/s each" if share else "")
             + f", {(build['program_bytes'] or 0) / 2**30:.2f} GiB; trace + lower + compile {stages} s; "
-            f"loss {build['losses'][0]:.3f} -> {build['losses'][-1]:.3f}"
+            f"loss {_loss(build['losses'][0])} -> {_loss(build['losses'][-1])}"
         )
         if not (held := build.get("agreement", {"agrees": True}))["agrees"]:
             print(f"{build['kernels']:>8}: NOT what {held['with']} computes: {held}")
@@ -87,13 +91,20 @@ def show(record: dict[str, Any]) -> None:
         print(f"{build['kernels']:>8}: failed, {build['error']}")
 
 
+def _loss(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.3f}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    if arguments.coordinator:
-        jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.process)
     try:
+        checks.check_processes(arguments)
+        if arguments.coordinator:
+            jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.process)
+        checks.check_arguments(arguments)
         configs, tokens = configure(arguments), data.load(arguments.text)
-        with Checkpoints(arguments.checkpoints) if arguments.checkpoints else contextlib.nullcontext() as checkpoints:
+        checks.check_configs(configs, tokens)
+        with _checkpoints(arguments.checkpoints, checks.settings(configs[0], tokens)) as checkpoints:
             record = report.run(
                 configs,
                 tokens,
@@ -103,6 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 checkpoints=checkpoints,
                 save_every=arguments.save_every,
             )
+    except NotFiniteError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -112,6 +126,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.out:
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     return int(not all(build.get("agreement", {"agrees": True})["agrees"] for build in record["builds"]))
+
+
+def _checkpoints(folder: Path | None, settings: dict[str, Any]) -> contextlib.AbstractContextManager[Checkpoints | None]:
+    """Raises:
+    ValueError: Orbax is not installed.
+    """
+    if folder is None:
+        return contextlib.nullcontext()
+    try:
+        return Checkpoints(folder, settings=settings)
+    except ImportError as error:
+        raise ValueError(f"--checkpoints: {error}; pip install ejkernel-train[checkpoints]") from None
 
 
 def _progress(steps: int) -> Any:

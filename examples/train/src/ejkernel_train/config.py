@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 Mixer = Literal["attention", "gated_attention", "delta_rule", "state_space"]
@@ -68,6 +69,7 @@ class TrainConfig:
         remat: what the backward computes again: nothing ("none"), all but products of weights ("dots"), whole blocks ("full").
         mesh: axes and their devices, "data=2,fsdp=2,tensor=2"; "" for one device. See `sharding.py`.
         layers: "scan" compiles one repeat of the pattern, "unroll" all of them.
+        on_nonfinite: what a step does whose loss or gradient is not finite: end the run ("stop"), or change nothing ("skip").
     """
 
     model: str = "llama"
@@ -87,10 +89,41 @@ class TrainConfig:
     remat: Literal["none", "dots", "full"] = "none"
     layers: Literal["scan", "unroll"] = "scan"
     mesh: str = ""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+
+    def __post_init__(self) -> None:
+        """Raises:
+        ValueError: a field out of its range, by its option on the command line.
+        """
+        for name, words in {"model": MODELS, "size": DEFAULTS, **WORDS}.items():
+            if getattr(self, name) not in words:
+                raise ValueError(f"{_option(name)} is {getattr(self, name)!r}; give one of {', '.join(words)}")
+        for name, least in {"steps": 1, "batch": 1, "length": 1, "warmup": 0, "seed": 0}.items():
+            if not least <= (value := getattr(self, name)) < 2**31:
+                raise ValueError(f"{_option(name)} is {value}; give a number in [{least}, 2**31)")
+        for name in ("learning_rate", "clip"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"{_option(name)} is {value}; give a finite number above 0")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"{_option('weight_decay')} is {self.weight_decay}; give a finite number of at least 0")
 
     @property
     def sizes(self) -> ModelConfig:
         return dataclasses.replace(MODELS[self.model][self.size], float8=self.float8)
+
+
+WORDS: dict[str, tuple[str, ...]] = {
+    "kernels": ("ejkernel", "plain"),
+    "dtype": ("bfloat16", "float32"),
+    "remat": ("none", "dots", "full"),
+    "layers": ("scan", "unroll"),
+    "on_nonfinite": ("stop", "skip"),
+}
+"""The words of fields of `TrainConfig`."""
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 BYTES = 264

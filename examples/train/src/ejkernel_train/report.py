@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import importlib.metadata
+import math
 import platform
 import re
 import statistics
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ejkernel_train import cost, data
+from ejkernel_train import cost, data, finite
 from ejkernel_train.checkpoint import Checkpoints
 from ejkernel_train.config import TrainConfig
 from ejkernel_train.step import Compiled, State, compile_step, initialise
@@ -44,11 +45,20 @@ _CUSTOM_CALL = re.compile(r'custom_call_target="([^"]+)"')
 _STAMP = re.compile(r"ejkernel\.(\w+)(?:\.(backward))?\[([\w.\-]+)\]")
 
 
+class Measured(NamedTuple):
+    """Of one step: the loss before its update, the norm of its gradient, and its seconds until they are there."""
+
+    loss: float
+    norm: float
+    seconds: float
+
+
 class Build:
     """A compiled step with its state, its losses and its times.
 
     Attributes:
         losses: nats per token, one for each step.
+        norms: of the gradient before clipping, one for each step.
         seconds: wall time of each step, until its results are there.
     """
 
@@ -59,24 +69,26 @@ class Build:
         if start:
             self.state: State = jax.jit(lambda: initialise(config), out_shardings=self.shardings)()
         self.losses: list[float] = []
+        self.norms: list[float] = []
         self.seconds: list[float] = []
 
     def advance(self, window: np.ndarray) -> None:
         """One step of its own state."""
-        self.state, loss, seconds = self.step(self.state, window)
-        self.seconds.append(seconds)
-        self.losses.append(loss)
+        self.state, measured = self.step(self.state, window)
+        self.losses.append(measured.loss)
+        self.norms.append(measured.norm)
+        self.seconds.append(measured.seconds)
 
-    def step(self, state: State, window: np.ndarray) -> tuple[State, float, float]:
-        """The next state, the loss and the seconds of a step on windows `[B, T + 1]` of the whole batch, of which every process
+    def step(self, state: State, window: np.ndarray) -> tuple[State, Measured]:
+        """The next state, and what is measured of a step on windows `[B, T + 1]` of the whole batch, of which every process
         gives its devices their part. The state's memory is used again."""
         placed: Any = window
         if self._batch is not None:
             placed = jax.make_array_from_callback(window.shape, self._batch, lambda part: window[part])
         start = time.perf_counter()
-        state, loss = jax.block_until_ready(self.compiled.program(state, placed))
+        state, measures = jax.block_until_ready(self.compiled.program(state, placed))
         seconds = time.perf_counter() - start
-        return state, float(loss), seconds
+        return state, Measured(float(measures.loss), float(measures.norm), seconds)
 
     def record(self, peak: float | None, operations: float, seconds: Sequence[float]) -> dict[str, Any]:
         """What this build cost and learnt, with the times that count; `peak` of all devices."""
@@ -98,7 +110,7 @@ class Build:
             "implementations": implementations(compiled.program),
             "custom_calls": custom_calls(compiled.program),
             "collectives": dict(Counter(found.kind for found in collectives(compiled.program))),
-            "losses": self.losses,
+            "losses": [loss if math.isfinite(loss) else None for loss in self.losses],  # JSON has no NaN
         }
 
 
@@ -127,6 +139,7 @@ def run(
 
     Raises:
         ValueError: several configs with checkpoints, or that differ in more; a checkpoint of all steps.
+        NotFiniteError: the loss or the gradient of a step is not finite, see `TrainConfig.on_nonfinite`.
     """
     first, peak = configs[0], peak or cost.peak_rate()
     if len(configs) > 1:
@@ -143,7 +156,9 @@ def run(
         raise ValueError(f"the checkpoint has {start} steps already; ask for more with --steps, or for another folder")
     for step in range(start, first.steps):
         build.advance(data.batch(tokens, first.seed, step, first.batch, first.length))
+        finite.check(first, step + 1, build.losses, build.norms, checkpoints)
         if checkpoints and ((step + 1) % save_every == 0 or step + 1 == first.steps):
+            finite.check_state(build.state, step + 1, checkpoints)
             checkpoints.save(step + 1, build.state)
         progress(step + 1, build.losses[-1:])
     seconds = build.seconds[min(skip, first.steps - start - 1) :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from ejkernel_train.config import TrainConfig
 from ejkernel_train.float8 import next_scales
 from ejkernel_train.model import Model
 from ejkernel_train.operations import choose
-from ejkernel_train.sharding import Layout
+from ejkernel_train.sharding import BATCH, Layout, spec_of
 
 
 class State(NamedTuple):
@@ -54,8 +55,18 @@ def initialise(config: TrainConfig) -> State:
     return State(model, optimizer(config).init(split(model)[0]), jnp.zeros((), jnp.int32))
 
 
-def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[State, jax.Array]:
-    """One update on windows `[B, T + 1]`; returns the loss before it."""
+class Measures(NamedTuple):
+    """Scalars of a step: the loss before its update, and the norm of the gradient before clipping."""
+
+    loss: jax.Array
+    norm: jax.Array
+
+
+def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[State, Measures]:
+    """One update on windows `[B, T + 1]`.
+
+    With `on_nonfinite="skip"`, a step whose loss or gradient is not finite changes nothing but the number of the step.
+    """
     operations, layout = choose(config.kernels, config.plain), Layout.parse(config.mesh)
     layout = dataclasses.replace(layout, typed=config.kernels != "peers")
 
@@ -68,7 +79,13 @@ def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[St
     gradients, largest = split(gradients)
     updates, moments = optimizer(config).update(gradients, state.moments, weights)
     model = eqx.combine(eqx.apply_updates(weights, updates), jax.tree.map(next_scales, scales, largest))
-    return State(model, moments, state.step + 1), value
+    squares = (jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradients))  # clipping has them too, so XLA shares them
+    measures = Measures(value, jnp.sqrt(sum(squares, start=jnp.zeros(()))))
+    if config.on_nonfinite == "skip":
+        finite = jnp.isfinite(measures.loss) & jnp.isfinite(measures.norm)
+        after, before = (model, moments), (state.model, state.moments)
+        model, moments = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+    return State(model, moments, state.step + 1), measures
 
 
 class Compiled(NamedTuple):
@@ -95,18 +112,47 @@ class Lowered(NamedTuple):
         return Compiled(program, *self[1:], time.perf_counter() - start)
 
 
-def compile_step(config: TrainConfig) -> Compiled:
-    """Trace, lower and compile the step without running anything."""
-    return lower_step(config).compile()
-
-
-def lower_step(config: TrainConfig) -> Lowered:
-    """Trace and lower the step."""
-    state, layout = jax.eval_shape(lambda: initialise(config)), Layout.parse(config.mesh)
+def check_mesh(config: TrainConfig) -> None:
+    """Raises:
+    ValueError: the mesh does not divide the experts, the batch or a parameter.
+    """
+    layout = Layout.parse(config.mesh)
+    if layout.mesh is None:
+        return
+    devices = layout.mesh.shape
     if config.sizes.experts % layout.expert_devices:
         raise ValueError(
             f"--mesh has expert={layout.expert_devices}; make it a divisor of the model's {config.sizes.experts} experts"
         )
+    if config.batch % (parts := math.prod(devices[axis] for axis in BATCH)):
+        raise ValueError(
+            f"--batch is {config.batch}; make it a multiple of the {parts} devices of {', '.join(BATCH)} in --mesh"
+        )
+    model = jax.eval_shape(lambda: initialise(config)).model
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        name = jax.tree_util.keystr(path)
+        for size, axis in zip(leaf.shape, spec_of(name), strict=False):  # axes after the spec's are whole
+            if axis is not None and size % devices[axis]:
+                raise ValueError(f"--mesh has {axis}={devices[axis]}; make it a divisor of {size}, an axis of {name}")
+
+
+def compile_step(config: TrainConfig) -> Compiled:
+    """Trace, lower and compile the step without running anything.
+
+    Raises:
+        ValueError: as `check_mesh`.
+    """
+    return lower_step(config).compile()
+
+
+def lower_step(config: TrainConfig) -> Lowered:
+    """Trace and lower the step.
+
+    Raises:
+        ValueError: as `check_mesh`.
+    """
+    check_mesh(config)
+    state, layout = jax.eval_shape(lambda: initialise(config)), Layout.parse(config.mesh)
     window = jax.ShapeDtypeStruct((config.batch, config.length + 1), jnp.int32)
     shardings, batch = layout.shardings(state), layout.batch()
     step = jax.jit(

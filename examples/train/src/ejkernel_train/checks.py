@@ -1,0 +1,105 @@
+"""What the command line asks for, checked before anything is compiled. Every message names the option."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ejkernel_train.config import TrainConfig
+from ejkernel_train.operations import choose
+from ejkernel_train.step import check_mesh
+
+_SAID = (
+    *("model", "size", "float8", "seed", "batch", "length", "dtype", "kernels", "learning_rate", "warmup", "steps"),
+    *("weight_decay", "clip", "on_nonfinite"),
+)
+"""Fields of `TrainConfig` that a run's losses depend on."""
+
+
+def check_processes(arguments: argparse.Namespace) -> None:
+    """Raises:
+    ValueError: --coordinator, --processes and --process do not fit.
+    """
+    if not arguments.coordinator:
+        for name in ("processes", "process"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(f"--{name} is given without --coordinator")
+        return
+    host, _, port = arguments.coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"--coordinator is {arguments.coordinator!r}; write HOST:PORT")
+    if (arguments.processes is None) != (arguments.process is None):
+        raise ValueError("--processes and --process are given together, or neither is")
+    if arguments.processes is not None:
+        if arguments.processes < 1:
+            raise ValueError(f"--processes is {arguments.processes}; give at least 1")
+        if not 0 <= arguments.process < arguments.processes:
+            raise ValueError(f"--process is {arguments.process}; give a number in [0, {arguments.processes})")
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Those that are no fields of `TrainConfig`.
+
+    Raises:
+        ValueError: one is out of its range, or a file or folder cannot be used as it says.
+    """
+    if arguments.save_every < 1:
+        raise ValueError(f"--save-every is {arguments.save_every}; give at least 1 step")
+    if arguments.peak is not None and not 0 < arguments.peak < math.inf:
+        raise ValueError(f"--peak is {arguments.peak}; give a finite number of operations per second above 0")
+    if arguments.compare and arguments.checkpoints:
+        raise ValueError("--checkpoints are of one build; leave out either it or --compare")
+    for file in arguments.text:
+        if not file.is_file() or not os.access(file, os.R_OK):
+            raise ValueError(f"--text {file} is no file that can be read")
+    if arguments.out:
+        _check_folder("--out", arguments.out.absolute().parent)
+        if arguments.out.is_dir() or (arguments.out.exists() and not os.access(arguments.out, os.W_OK)):
+            raise ValueError(f"--out {arguments.out} is no file that can be written")
+    if arguments.checkpoints:
+        _check_checkpoints(arguments.checkpoints)
+
+
+def check_configs(configs: Sequence[TrainConfig], tokens: np.ndarray) -> None:
+    """Raises:
+    ValueError: too little text, an unknown operation, or a mesh that does not fit the batch or the model.
+    """
+    first = configs[0]
+    if len(tokens) <= first.length:
+        raise ValueError(
+            f"--length is {first.length}, and a window needs a token more; the text has {len(tokens)}: give more with --text"
+        )
+    for config in configs:
+        choose(config.kernels, config.plain)
+        check_mesh(config)
+
+
+def settings(config: TrainConfig, tokens: np.ndarray) -> dict[str, Any]:
+    """By option, all that a run's losses depend on."""
+    found: dict[str, Any] = {f"--{name.replace('_', '-')}": getattr(config, name) for name in _SAID}
+    digest = hashlib.sha256(np.ascontiguousarray(tokens)).hexdigest()
+    return {**found, "--plain": ",".join(config.plain), "--text": f"{len(tokens)} tokens, SHA-256 {digest[:16]}"}
+
+
+def _check_checkpoints(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--checkpoints {folder} is a file; give a folder")
+    if folder.is_dir():
+        _check_folder("--checkpoints", folder)
+        return
+    there = next(parent for parent in folder.absolute().parents if parent.exists())
+    _check_folder("--checkpoints", there)
+
+
+def _check_folder(option: str, folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"{option}: {folder} is no folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{option}: {folder} cannot be written to")

@@ -1,0 +1,48 @@
+"""The loss and every parameter's gradient on a mesh are those of one device, for all models and both builds."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from ejkernel_train import data
+from ejkernel_train.config import MODELS, TrainConfig
+from ejkernel_train.operations import choose
+from ejkernel_train.sharding import Layout
+from ejkernel_train.step import initialise
+
+TINY = TrainConfig(dtype="float32", length=96)
+TOLERANCE = {"llama": 1e-5, "moe": 1e-5, "mamba2": 1e-5, "hybrid": 1e-5}
+"""Of the largest number in a gradient."""
+
+
+@functools.lru_cache(maxsize=2)
+def loss_and_gradient(model: str, kernels: str, mesh: str = "") -> tuple[float, Any]:
+    config = dataclasses.replace(TINY, model=model, kernels=kernels, mesh=mesh)
+    state, layout = initialise(config), Layout.parse(mesh)
+    window = data.batch(data.load(), 0, 0, config.batch, config.length)
+
+    def loss(model: Any, window: jax.Array) -> jax.Array:
+        return model.loss(window, choose(config.kernels), config.dtype, layout, remat="none", unroll=False)
+
+    placed = None if layout.mesh is None else (layout.shardings(state.model), layout.batch())
+    value, gradient = jax.jit(jax.value_and_grad(loss), in_shardings=placed)(state.model, window)
+    return float(value), gradient
+
+
+@pytest.mark.parametrize("mesh", ["data=4", "fsdp=4", "data=2,fsdp=2", "fsdp=2,tensor=2"])
+@pytest.mark.parametrize("kernels", ["ejkernel", "plain"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_mesh_changes_no_gradient(model: str, kernels: str, mesh: str):
+    wanted_loss, wanted = loss_and_gradient(model, kernels)
+    loss, found = loss_and_gradient(model, kernels, mesh)
+    assert loss == pytest.approx(wanted_loss, abs=2e-6)
+    for (path, each), right in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        scale = float(np.abs(right).max())
+        np.testing.assert_allclose(each, right, rtol=0, atol=TOLERANCE[model] * scale, err_msg=jax.tree_util.keystr(path))
+        assert scale > 0
