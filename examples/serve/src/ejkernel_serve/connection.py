@@ -99,7 +99,7 @@ class Connection(H11Protocol):
         self._refuse(400, msg)
 
     def shutdown(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
+        if not self.cycle or self.cycle.response_complete:
             self.transport.close()
         else:
             self.cycle.keep_alive = False

@@ -48,7 +48,7 @@ class Engine:
             ValueError: a token that is no byte and not the mark; else as `Scheduler.submit`.
             QueueFullError: as many requests run and wait as may.
         """
-        for token in prompt:
+        for token in (min(prompt), max(prompt)) if prompt else ():
             if not 0 <= token < device.TOKENS:
                 raise ValueError(f"the prompt has the token {token}; give bytes, or {START} before a document")
         with self._lock:
