@@ -20,10 +20,10 @@ from ejkernel_train import data, report
 from ejkernel_train.config import TrainConfig
 from ejkernel_train.step import State, initialise, lower_step
 
-LOSS = 0.02
+LOSS = {"float32": 0.001, "bfloat16": 0.02, "float8": 0.05}
 """Nats between the losses of two builds in the first two steps."""
 
-GRADIENT = {"float32": 0.01, "bfloat16": 0.1, "float8": 0.2}
+GRADIENT = {"float32": 0.01, "bfloat16": 0.1, "float8": 0.25}
 """How far two builds' gradients may be apart, the norm of their difference over the norm of one: rounding, and in a mixture the
 tokens that it sends to another expert."""
 
@@ -126,8 +126,9 @@ def agreement(build: report.Build, first: report.Build, distance: float) -> dict
     """How far losses and gradients are from the first build's, and whether that is rounding."""
     config = build.config
     loss = max(abs(a - b) for a, b in zip(build.losses[:2], first.losses[:2], strict=True))
-    most = GRADIENT["float8" if config.float8 else config.dtype]
-    return {"with": first.config.kernels, "loss": loss, "gradient": distance, "agrees": loss <= LOSS and distance <= most}
+    dtype = "float8" if config.float8 else config.dtype
+    agrees = loss <= LOSS[dtype] and distance <= GRADIENT[dtype]
+    return {"with": first.config.kernels, "loss": loss, "gradient": distance, "agrees": agrees}
 
 
 def timed(builds: Sequence[report.Build], state: State, tokens: np.ndarray, rounds: int) -> tuple[list[list[float]], State]:

@@ -23,6 +23,7 @@ class Operations(NamedTuple):
     gated_rms_norm: Callable[..., Any]
     gated_delta_rule: Callable[..., Any]
     gated_state_space: Callable[..., Any]
+    feed_forward: Callable[..., Any]
     swiglu: Callable[..., Any]
     moe_route: Callable[..., Any]
     moe_permute: Callable[..., Any]

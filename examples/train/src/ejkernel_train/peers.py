@@ -1,7 +1,8 @@
 """The model's operations by the best that others publish for JAX on Hopper GPUs, and in plain JAX where that is the best.
 
 jax-linear-attention (`jla`, version 0.1.0) has the delta rule, Mamba-2's state space with its gated norm, the short convolution,
-grouped products and the loss from hidden states, whose gradient is formed in the forward. Dense attention is cuDNN's by `jax.nn`,
+grouped products, feed-forward layers of float8 whose activation is cast as it is computed, and the loss from hidden states, whose
+gradient is formed in the forward. Dense attention is cuDNN's by `jax.nn`,
 which is also what jla chooses. Where its kernels do not run, as on a CPU, it has the same in plain JAX.
 
 Left out: flash attention 4 for JAX (`fa4-jax`), whose compiler is a package of its own of 92 MB; tokamax, whose attention and
@@ -10,15 +11,19 @@ grouped products were slower than these.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ejkernel_train import plain
+from ejkernel_train import float8, plain
 from ejkernel_train.sharding import BATCH, Layout
 
 try:
     from jla.layers import mamba2_fused
+    from jla.layers.fp8 import Fp8State
+    from jla.layers.fp8_swiglu import fp8_swiglu_mlp
     from jla.ops import linear_attention
     from jla.ops.cross_entropy import linear_cross_entropy_objective
     from jla.ops.mosaic_gpu import gated_delta_rule as delta_kernels
@@ -93,3 +98,45 @@ def _stepped(x: jax.Array, dt: jax.Array) -> jax.Array:
 
 def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
     return ragged_dot.grouped_matmul(rows, matrices, sizes, impl="auto")
+
+
+def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any, context: Any) -> jax.Array:
+    if gate.scales is None or context.layout.mesh is not None:  # its kernels are of one device
+        return plain.feed_forward(x, gate, up, down, context)
+    weight = jnp.stack([gate.weight, up.weight], axis=1)
+    return _float8_layer(x, weight, down.weight, gate.scales, up.scales, down.scales)
+
+
+@jax.custom_vjp
+def _float8_layer(
+    x: jax.Array, weight: jax.Array, down: jax.Array, gate_scales: jax.Array, up_scales: jax.Array, down_scales: jax.Array
+) -> jax.Array:
+    """One product for gate and up, which share the larger of their scales."""
+    return fp8_swiglu_mlp(x, weight, down, _state(jnp.maximum(gate_scales, up_scales)), _state(down_scales))
+
+
+def _state(scales: jax.Array) -> Fp8State:
+    """Its histories of largest values, of one step each, whose scales are these."""
+    parts: list[jax.Array] = []
+    for scale, most in zip(scales, float8.MOST, strict=True):
+        parts += [scale, (scale * most)[None]]
+    return Fp8State(*parts)
+
+
+def _largest(state: Fp8State) -> jax.Array:
+    return jnp.concatenate([state.input_amax_history, state.kernel_amax_history, state.grad_amax_history])
+
+
+def _forward(x: jax.Array, weight: jax.Array, down: jax.Array, *scales: jax.Array) -> tuple[jax.Array, Any]:
+    gate_scales, up_scales, down_scales = scales
+    states = _state(jnp.maximum(gate_scales, up_scales)), _state(down_scales)
+    return jax.vjp(fp8_swiglu_mlp, x, weight, down, *states)
+
+
+def _backward(pull: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+    """Its states' gradients are the next states, which hold what was largest in this step."""
+    d_x, d_weight, d_down, shared, last = pull(cotangent)
+    return d_x, d_weight, d_down, _largest(shared), _largest(shared), _largest(last)
+
+
+_float8_layer.defvjp(_forward, _backward)

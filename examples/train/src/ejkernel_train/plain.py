@@ -203,6 +203,11 @@ def state_space(
     return (jnp.moveaxis(inside + outside, 0, 1).reshape(x.shape) + D[:, None] * x).astype(dtype)
 
 
+def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any, context: Any) -> jax.Array:
+    """`down(silu(gate(x)) * up(x))` of three linear layers, which may be of float8."""
+    return down(context.operations.swiglu(gate(x, context), up(x, context)), context)
+
+
 @lean
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """`silu(gate) * up`, rounded once."""
