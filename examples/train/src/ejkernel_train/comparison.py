@@ -27,6 +27,9 @@ GRADIENT = {"float32": 0.01, "bfloat16": 0.1, "float8": 0.25}
 """How far two builds' gradients may be apart, the norm of their difference over the norm of one: rounding, and in a mixture the
 tokens that it sends to another expert."""
 
+MAGNIFIED = 3
+"""The delta rule magnifies rounding: keys of length 1 may be nearly orthogonal to a query."""
+
 
 def compare(
     configs: Sequence[TrainConfig],
@@ -127,8 +130,9 @@ def agreement(build: report.Build, first: report.Build, distance: float) -> dict
     config = build.config
     loss = max(abs(a - b) for a, b in zip(build.losses[:2], first.losses[:2], strict=True))
     dtype = "float8" if config.float8 else config.dtype
-    agrees = loss <= LOSS[dtype] and distance <= GRADIENT[dtype]
-    return {"with": first.config.kernels, "loss": loss, "gradient": distance, "agrees": agrees}
+    most = GRADIENT[dtype] * (MAGNIFIED if "delta_rule" in config.sizes.pattern else 1)
+    agrees = loss <= LOSS[dtype] and distance <= most
+    return {"with": first.config.kernels, "loss": loss, "gradient": distance, "most": most, "agrees": agrees}
 
 
 def timed(builds: Sequence[report.Build], state: State, tokens: np.ndarray, rounds: int) -> tuple[list[list[float]], State]:

@@ -15,7 +15,7 @@ from ejkernel.call.partition import vary_like
 
 FLOAT32 = jnp.float32
 
-TILES: dict[str, int] = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 8}
+TILES: dict[str, Any] = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 8}
 """Of the kernels, from the middle of their own search."""
 
 
