@@ -94,3 +94,51 @@ def recorded(date: str, torch: float) -> dict[str, Any]:
     """A document in which torch is that much faster in softmax."""
     slower = lambda operation, name: torch if (operation, name) == ("softmax", "torch") else times(operation, name)
     return {**document(operations=("rms_norm", "softmax"), lengths=(512,), times=slower, noise=0.002), "date": date}
+
+
+def trained(model: str, rates: dict[str, float], **fields: Any) -> dict[str, Any]:
+    """A record of the trainer with these tokens per second."""
+    builds = [
+        {
+            "kernels": name,
+            "plain": [],
+            "tokens_per_second": rate,
+            "program_bytes": 3 << 30,
+            "agreement": {"agrees": True},
+        }
+        for name, rate in rates.items()
+    ]
+    config = {"model": model, "size": "125m", "float8": False, "mesh": "", "remat": "none", "batch": 16, "length": 2048}
+    where = {"device": "A GPU", "devices": 1, "date": "2026-01-02T03:04:05", "commit": "0123abc", "failed": []}
+    return {"config": config, "builds": builds, **where, **fields}
+
+
+def test_training_steps(tables):
+    """What we lose most stands first, against the better of the two others."""
+    records = [
+        trained("llama", {"ejkernel": 1100.0, "plain": 1000.0, "peers": 1000.0}),
+        trained("mamba2", {"ejkernel": 900.0, "plain": 500.0, "peers": 1000.0}),
+        trained("moe", {"ejkernel": 950.0, "plain": 1000.0}, failed=[{"kernels": "peers", "error": "no memory"}]),
+    ]
+    lines = tables.training_steps(records)
+    assert lines[2] == (
+        "| mamba2 125m, 16 x 2048 | 900 | 500 | 1,000 | 1.80 | 0.90 | 3.0 / 3.0 / 3.0 | A GPU, 2026-01-02, 0123abc |"
+    )
+    assert lines[3].startswith("| moe 125m, 16 x 2048 | 950 | 1,000 | failed | 0.95 | - | 3.0 / 3.0 / - |")
+    assert lines[4].startswith("| llama 125m, 16 x 2048 | 1,100 |")
+    assert lines[5:] == ["", "- moe 125m, 16 x 2048: others' best failed"]
+    assert tables.training_steps([]) == ["No run is recorded yet."]
+
+
+def test_builds_that_differ_are_not_compared(tables):
+    record = trained("llama", {"ejkernel": 1100.0, "plain": 1000.0})
+    record["builds"][0]["agreement"] = {"agrees": False}
+    lines = tables.training_steps([record])
+    assert lines[2:] == ["", "- llama 125m, 16 x 2048: builds differ by more than rounding, so it is left out"]
+
+
+def test_scaled_steps(tables):
+    """Over one device of the same run, which the record holds."""
+    record = trained("llama", {"ejkernel": 1900.0, "plain": 1500.0}, devices=2, one_device={"ejkernel": 1000.0, "peers": 900.0})
+    record["config"]["mesh"] = "fsdp=2"
+    assert tables.scaled_steps([record])[2:] == ["| llama 125m, fsdp=2, 16 x 2048 | 0.95 | - | - |"]

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import math
+import os
 import platform
 import re
 import statistics
@@ -192,6 +193,7 @@ def summary(config: TrainConfig, state: State, peak: float | None) -> dict[str, 
         "peak_operations_per_second": peak,  # of one device
         "process_peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
         "versions": versions(),
+        "xla_flags": os.environ.get("XLA_FLAGS"),
     }
 
 
