@@ -68,15 +68,25 @@ def with_known_sizes(call: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Dim:
-    """One axis of an array: the factor that it runs over, and whether it may have size 1 instead (broadcast)."""
+    """One axis of an array: the factor that it runs over, in units of so many elements that devices must not part, and whether it
+    may have size 1 instead (broadcast)."""
 
     factor: str
     broadcasts: bool = False
+    unit: int = 1
+
+    def divides(self, size: int, pieces: int) -> bool:
+        """Whether an axis of this size falls into so many pieces of whole units."""
+        return size % (pieces * self.unit) == 0
 
 
 def parse_dims(text: str) -> tuple[Dim, ...]:
-    """Read `"b? h t d"`: factors by name, `?` where size 1 stands for any size."""
-    return tuple(Dim(word.rstrip("?"), word.endswith("?")) for word in text.split())
+    """Read `"b? h*2 t d"`: factors by name, `?` where size 1 stands for any size, `*2` for units of two elements."""
+    found: list[Dim] = []
+    for word in text.split():
+        factor, _, unit = word.rstrip("?").partition("*")
+        found.append(Dim(factor, word.endswith("?"), int(unit or 1)))
+    return tuple(found)
 
 
 def has_gradient(array: Any) -> bool:

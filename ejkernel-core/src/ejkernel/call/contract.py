@@ -50,7 +50,8 @@ class Contract(abc.ABC):
 
     @abc.abstractmethod
     def dimensions(self, call: Any) -> Mapping[str, str]:
-        """The dims of every field of Inputs and Outputs, e.g. `"b t h d"`; `?` marks an axis that may be 1 (broadcast).
+        """The dims of every field of Inputs and Outputs, e.g. `"b t h d"`; `?` marks an axis that may be 1 (broadcast), `h*2` one
+        that devices split in units of two elements.
 
         The first dim of every array is the batch factor `b`, into which `vmap` folds.
         """

@@ -124,13 +124,13 @@ class Layout:
 
     def _divides(self, factor: str, axes: tuple[str, ...], shapes: Sequence[tuple[int, ...]], mesh: Any) -> bool:
         pieces = shards(axes, mesh)
-        sizes = [
-            size
+        divides = [
+            dim.divides(size, pieces)
             for dims, shape in zip(self.arguments, shapes, strict=True)
             for dim, size in zip(dims, shape, strict=True)
             if dim.factor == factor and size != 1
         ]
-        return bool(sizes) and all(size % pieces == 0 for size in sizes)
+        return bool(divides) and all(divides)
 
     def specs(self, dims_of: Sequence[tuple[Dim, ...]], shapes: Sequence[tuple[int, ...]], assigned: Mapping[str, Any]) -> Any:
         """A PartitionSpec for each array."""

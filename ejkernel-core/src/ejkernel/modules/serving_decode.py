@@ -6,10 +6,13 @@ import functools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ejkernel import typing as t
+from ejkernel._dispatch.explanation import capturing
 from ejkernel._pipeline.arguments import public
+from ejkernel.call.partition import mesh_of
 from ejkernel.call.records import Bound
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid, wrong_type
@@ -190,7 +193,17 @@ def ragged_decode_attention(
     specs: dict[str, Any] = {"positional": tuple(arrays)[:6], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     specs["derived"] = functools.partial(_paged.scale_specs, "pthd")
     with argument_names(key_pages="key", value_pages="value"):
-        return over_mesh(_paged.attend, arrays, options, **specs)
+        return over_mesh(_attend_sequences, arrays, options, **specs)
+
+
+def _attend_sequences(**given: Any) -> Any:
+    """`paged_attention` of all sequences at once, or of each alone where devices have some of them: pages in common are not split."""
+    own = {name: given[name] for name in ("query", "key", "value", "sequence_start", "sequence_end")}
+    _check_sequences(**own)
+    if capturing() or not own["query"].shape[0] or mesh_of(own) is None:
+        return _paged.attend(**given)
+    own |= {name: given[name] for name in ("k_scale", "v_scale") if getattr(given[name], "ndim", 0) == 3}
+    return jax.vmap(lambda one: _paged.attend(**{**given, **{name: x[None] for name, x in one.items()}})[0])(own)
 
 
 def _flat_buffer(
@@ -219,6 +232,25 @@ def _of_rows(name: str, scale: Any, rows: tuple[int, ...], meaning: str, page_si
     return scale.reshape(math.prod(rows) // page_size, page_size, scale.shape[-1])
 
 
+def _check_sequences(*, query: Any, key: Any, value: Any, sequence_start: Any, sequence_end: Any) -> None:
+    """Of `ragged_decode_attention`: shapes and types of what each sequence has of its own."""
+    one_axis_more = getattr(query, "ndim", 0) == 4
+    if one_axis_more and query.shape[1] != 1:
+        raise invalid("query", f"{query.shape[1]} tokens per sequence", "[B, H, D] or [B, 1, H, D]")
+    check_array("query", query, ndim=4 if one_axis_more else 3)
+    for name, array in (("key", key), ("value", value)):
+        check_array(name, array, ndim=4, floating=False)
+        if array.shape[0] != query.shape[0]:
+            raise invalid(name, f"batch size {array.shape[0]}", f"the query's {query.shape[0]}")
+        if array.shape[1:3] != key.shape[1:3]:
+            raise invalid(name, f"shape {tuple(array.shape)}", f"the {key.shape[1]} tokens and {key.shape[2]} heads of the key")
+    for name, array in (("sequence_start", sequence_start), ("sequence_end", sequence_end)):
+        check_array(name, array, ndim=1, floating=False)
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise wrong_type(name, f"dtype {array.dtype}", "integers")
+        check_shape(name, array, tuple(query.shape[:1]), "[B]")
+
+
 def _dense_cache(
     *,
     query: Any,
@@ -233,22 +265,8 @@ def _dense_cache(
     **rest: Any,
 ) -> Bound:
     """Every token of the cache is a page of its own, so that a sequence may start anywhere: also where a traced window does."""
-    one_axis_more = getattr(query, "ndim", 0) == 4
-    if one_axis_more and query.shape[1] != 1:
-        raise invalid("query", f"{query.shape[1]} tokens per sequence", "[B, H, D] or [B, 1, H, D]")
+    one_axis_more = query.ndim == 4
     query = query[:, 0] if one_axis_more else query
-    check_array("query", query, ndim=3)
-    for name, array in (("key", key), ("value", value)):
-        check_array(name, array, ndim=4, floating=False)
-        if array.shape[0] != query.shape[0]:
-            raise invalid(name, f"batch size {array.shape[0]}", f"the query's {query.shape[0]}")
-        if array.shape[1:3] != key.shape[1:3]:
-            raise invalid(name, f"shape {tuple(array.shape)}", f"the {key.shape[1]} tokens and {key.shape[2]} heads of the key")
-    for name, array in (("sequence_start", sequence_start), ("sequence_end", sequence_end)):
-        check_array(name, array, ndim=1, floating=False)
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            raise wrong_type(name, f"dtype {array.dtype}", "integers")
-        check_shape(name, array, query.shape[:1], "[B]")
     batch, length = key.shape[:2]
     start, end = (jnp.clip(as_int32(x), 0, length) for x in (sequence_start, sequence_end))
     window, chunk = traced_limits(sliding_window, chunk_size, causal=True)

@@ -21,10 +21,10 @@ SAME = {**GRADIENT, "float32": Tolerance(2e-6, 2e-5)}
 
 
 def sizes_of(problem: Problem, factor: str) -> list[int]:
-    """The sizes of a factor in the inputs of a problem."""
+    """The sizes of a factor in the inputs of a problem, in units that devices must not part."""
     dims = problem.owner.dimensions(problem.bound.call)
     pairs = [pair for name, a in named(problem.bound.inputs) for pair in zip(parse_dims(dims[name]), a.shape, strict=True)]
-    return [size for dim, size in pairs if dim.factor == factor]
+    return [size // dim.unit for dim, size in pairs if dim.factor == factor]
 
 
 class Sharded:
@@ -70,7 +70,7 @@ class Sharded:
         for place, dim in enumerate(self.dims[name]):
             size = array.shape[place]
             pieces = self.mesh.shape[self.axes[dim.factor]] if dim.factor in self.axes else 1
-            if size % pieces and not (size == 1 and dim.broadcasts):
+            if not dim.divides(size, pieces) and not (size == 1 and dim.broadcasts):
                 factors = [1 - copy / (2 * pieces) if has_gradient(array) else 1 for copy in range(pieces)]
                 array = jnp.concatenate([array * jnp.asarray(factor, array.dtype) for factor in factors], place)
         return array

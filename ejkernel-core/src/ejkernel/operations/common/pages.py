@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -94,14 +94,19 @@ def alternating(pages: Any, layout: str) -> Any:
     return pages.reshape(*leading, groups * packing * halves, channels // halves)
 
 
-def page_dims(layout: str, batch: str, head: str, channel: str) -> str:
-    """The dims of canonical pages, for `Operation.dimensions`."""
-    return f"{batch} {_DIMS[layout].format(h=head, d=channel)}"
+def page_dims(shape: Sequence[int], layout: str, batch: str, head: str, channel: str) -> str:
+    """The dims of canonical pages of this shape, for `Operation.dimensions`. Devices never part a key from its value."""
+    if layout not in FUSED:
+        return f"{batch} {_DIMS[layout].format(h=head, d=channel)}"
+    if layout == INTERLEAVED:
+        return f"{batch} p s {head}*2 padded"
+    whole = layout == "side_by_side" or shape[-2] % 2 == 0
+    return f"{batch} p s {head}{'' if whole else '*2'} c padded"
 
 
-def head_factor(layout: str, owner: str) -> str:
-    """The factor of head axes: `h`, which may be split over devices, unless that could part a key from its value."""
-    return f"{owner}_heads" if layout in FUSED else "h"
+def head_factor(heads: int, shape: Sequence[int], layout: str, owner: str) -> str:
+    """The factor of head axes: `h`, which may be split over devices, unless pages of this shape have padding after their heads."""
+    return "h" if PageShape.of(tuple(shape), layout).heads == heads else f"{owner}_heads"
 
 
 def check_layout(layout: Any) -> None:

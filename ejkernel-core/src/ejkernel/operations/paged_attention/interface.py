@@ -268,11 +268,12 @@ class PagedAttention(Operation):
         return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: PagedAttentionCall) -> Mapping[str, str]:
-        head, key_head = (_pages.head_factor(call.layout, owner) for owner in ("query", "key"))
+        pages = call.key_pages.shape
+        head, key_head = (_pages.head_factor(call.heads, pages, call.layout, owner) for owner in ("query", "key"))
         return {
             "query": f"b n {head} d",
-            "key_pages": _pages.page_dims(call.layout, "b?", key_head, "d"),
-            "value_pages": _pages.page_dims(call.layout, "b?", key_head, "v"),
+            "key_pages": _pages.page_dims(pages, call.layout, "b?", key_head, "d"),
+            "value_pages": _pages.page_dims(pages, call.layout, "b?", key_head, "v"),
             "query_start_loc": "b? l",
             "kv_lens": "b? r",
             "block_tables": "b? r w",

@@ -151,8 +151,9 @@ class PagedCacheUpdate(Operation):
         return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: PagedCacheUpdateCall) -> Mapping[str, str]:
-        head = _pages.head_factor(call.layout, "key")
-        pages = _pages.page_dims(call.layout, "b", head, "d"), _pages.page_dims(call.layout, "b", head, "v")
+        shape = call.key_pages.shape
+        head = _pages.head_factor(call.key.shape[2], shape, call.layout, "key")
+        pages = [_pages.page_dims(shape, call.layout, "b", head, channel) for channel in ("d", "v")]
         return {
             "key": f"b n {head} d",
             "value": f"b n {head} v",
