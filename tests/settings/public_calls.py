@@ -27,9 +27,10 @@ SIZES = {
     "g": 2,
     "c": 8,
     "e": 4,
+    "f": 4,
 }
 """Of named axes: batch, length, heads, many heads, key heads, channels, new tokens, requests, pages, page size, pages of a request,
-groups."""
+groups, and heads of keys and values in one array (f)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,7 +278,7 @@ def _serving() -> list[PublicCall]:
         ),
         _call(
             "ragged_page_attention_v2",
-            "queries: n h d, kv_pages: p s 4 d, context_lens: r, block_tables: r w, query_start_loc: 3, num_seqs: 1",
+            "queries: n h d, kv_pages: p s f d, context_lens: r, block_tables: r w, query_start_loc: 3, num_seqs: 1",
             context_lens=_KV_LENS,
             block_tables=_TABLES,
             query_start_loc=_STARTS,
@@ -285,7 +286,7 @@ def _serving() -> list[PublicCall]:
         ),
         _call(
             "ragged_page_attention_v3",
-            f"queries: n h d, {_NEW}, kv_cache: p s 4 1 128, kv_lens: r, block_tables: 4, query_start_loc: 3, distribution: 3",
+            f"queries: n h d, {_NEW}, kv_cache: p s f 1 128, kv_lens: r, block_tables: 4, query_start_loc: 3, distribution: 3",
             **_FLAT,
         ),
         _call("chunked_prefill_paged_decode", f"queries: n h d, {_NEW}, {_PAGES}, {_SERVED}", **_SERVE),
@@ -297,4 +298,5 @@ def _serving() -> list[PublicCall]:
     ]
 
 
-CALLS = {call.name: call for call in (*_dense(), *_recurrences(), *_serving())}
+SERVING = {call.name: call for call in _serving()}
+CALLS = {call.name: call for call in (*_dense(), *_recurrences(), *SERVING.values())}

@@ -197,7 +197,7 @@ def ragged_decode_attention(
 
 
 def _attend_sequences(**given: Any) -> Any:
-    """`paged_attention` of all sequences at once, or of each alone where devices have some of them: pages in common are not split."""
+    """`paged_attention` of all sequences at once, or of each alone on a mesh: pages in common are not split."""
     own = {name: given[name] for name in ("query", "key", "value", "sequence_start", "sequence_end")}
     _check_sequences(**own)
     if capturing() or not own["query"].shape[0] or mesh_of(own) is None:
