@@ -39,7 +39,7 @@ def test_healthy(site, fresh_cli):
             "devices",
         ),
         *("references", "unknown_operations", "dispatch", "advice"),
-        *("diagnoses", "known_combinations", "problems", "ok"),
+        *("diagnoses", "known_combinations", "problems", "ok", "tested_jax"),
     }
     assert {"python", "ejkernel-core", "jax", "jaxlib", "numpy", "ejkernel-xla"} <= set(report["versions"])
     assert [p["state"] for p in report["plugins"] if p["name"] == "xla"] == ["ok"]
