@@ -18,7 +18,7 @@ from ejkernel_train.step import initialise
 
 TINY = TrainConfig(dtype="float32", length=96)
 TOLERANCE = {"llama": 1e-5, "moe": 1e-5, "mamba2": 1e-5, "hybrid": 5e-5}
-"""Of the largest number in a gradient. The tiny hybrid magnifies rounding, as its heads of 16 channels are normed; 1.2e-5 was seen."""
+"""Of the largest number in a gradient. The tiny hybrid magnifies rounding (see `test_train.py`); 1.2e-5 was seen."""
 
 
 @functools.lru_cache(maxsize=2)
