@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Mixer = Literal["attention", "gated_attention", "delta_rule", "state_space"]
 
@@ -113,11 +113,7 @@ class TrainConfig:
 
 
 WORDS: dict[str, tuple[str, ...]] = {
-    "kernels": ("ejkernel", "plain"),
-    "dtype": ("bfloat16", "float32"),
-    "remat": ("none", "dots", "full"),
-    "layers": ("scan", "unroll"),
-    "on_nonfinite": ("stop", "skip"),
+    name: get_args(hint) for name, hint in get_type_hints(TrainConfig).items() if get_origin(hint) is Literal
 }
 """The words of fields of `TrainConfig`."""
 
