@@ -2,8 +2,9 @@
 
 Each query and key stands in products with a decay: `exp(sum up to its token)` where it reads, one by that where a key is written.
 So the gradient of the sum of log decays up to a token is `query . d_query + key . (d_read_key - d_write_key)`, and that of one log
-decay is the sum of these from its token on. Pairs within the chunk are in it as differences, which must be of equally rounded
-factors: the rest of what cancels would be their rounding.
+decay is the sum of these from its token on. What differs are pairs within the chunk, whose factors are rounded alike and cancel;
+what the chunk writes for later ones is summed over the tokens before the decay instead, and what is before the chunk for what is
+after it stands apart, so that none is a difference of sums that were rounded apart.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -149,8 +150,8 @@ def gradient_kernel(
             b_d_read *= b_factor * -b_key_length[:, None]
             b_d_write *= tl.exp2(b_after) * (b_beta * b_key_length)[:, None]
             b_last *= tl.sum(tl.where((o_row == CHUNK - 1)[:, None], b_factor, 0.0), axis=0)
-            b_last += tl.sum(b_key.to(tl.float32) * b_d_write, axis=0)
-            b_sums = b_query.to(tl.float32) * b_d_query + b_key.to(tl.float32) * (b_d_read - b_d_write)
+            b_written_log = b_key.to(tl.float32) * b_d_write
+            b_read_log = b_query.to(tl.float32) * b_d_query + b_key.to(tl.float32) * b_d_read
             b_start, m_mild = mild_exponents(b_up_to)
             b_factor, b_inverse = tl.exp2(b_start), tl.exp2(-b_start)
             b_left, b_right = narrow(b_unit_query * b_factor, R), narrow(b_unit_key * b_inverse, R)
@@ -161,7 +162,7 @@ def gradient_kernel(
             b_d_query += b_factor * b_pairs * b_query_power[:, None]
             b_d_read += b_factor * b_key_pairs * b_key_power[:, None]
             b_d_write += b_inverse * b_written * b_key_power[:, None]
-            b_sums += b_left * b_pairs + b_left_key * b_key_pairs - b_right * b_written
+            b_read_log += b_left * b_pairs + b_left_key * b_key_pairs - b_right * b_written
             if tl.sum(m_mild.to(tl.int32), axis=0) < CHUNK:
                 b_strong = log_tile(p_decay, i_token, i_head, i_row, rows, BLOCK_K, CHUNK, WHOLE, R)
                 b_d_scores = tl.where(m_mild[:, None], 0.0, b_d_scores)
@@ -181,7 +182,7 @@ def gradient_kernel(
                     b_d_query += b_factor * b_pairs * b_query_power[:, None]
                     b_d_read += b_factor * b_key_pairs * b_key_power[:, None]
                     b_d_write += b_factor * b_written * b_key_power[:, None]
-                    b_sums += b_left * b_pairs + b_right * (b_key_pairs - b_written)
+                    b_read_log += b_left * b_pairs + b_right * (b_key_pairs - b_written)
         else:
             b_d_query *= tl.load(numbers_of(p_rows, i_square, READ_QUERY, CHUNK))[:, None]
             b_d_read *= -tl.load(numbers_of(p_rows, i_square, READ_KEY, CHUNK))[:, None]
@@ -206,7 +207,8 @@ def gradient_kernel(
             tl.store(row_of(p_d_decay, i_part, i_head, R.heads, CHUNK, R), b_d_log, mask=o_row < rows)
         if R.decay == "channel":
             b_later = tl.where(o_row[:, None] <= o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
-            b_d_log = select_sums(b_later, b_sums, False) + b_last[None, :]
+            b_earlier = tl.where(o_row[:, None] > o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
+            b_d_log = select_sums(b_later, b_read_log, False) + select_sums(b_earlier, b_written_log, False) + b_last[None, :]
             b_again = log_tile(p_decay, i_token, i_head, i_row, rows, BLOCK_K, CHUNK, WHOLE, R)
             b_d_log = tl.where(b_again > MIN_LOG, b_d_log, 0.0)
             store_tile(p_d_decay, b_d_log, i_token, i_head, i_row, rows, R.heads, R.width, BLOCK_K, CHUNK, WHOLE, R)
