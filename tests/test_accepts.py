@@ -8,11 +8,10 @@ import importlib
 import pytest
 
 from ejkernel._dispatch.decisions import decide
-from ejkernel._plugins.levels import FIELDS_OF_LEVEL_1
 from ejkernel.call import Request
 from ejkernel.call.policy import policy_for_call
 from ejkernel.operations import OPERATIONS, get_operation
-from ejkernel.plugin import Phase, Target
+from ejkernel.plugin import Implementation, Phase, Target
 from ejkernel.testing.shapes import bound_shapes
 
 TARGETS = (Target("cpu", "cpu"), Target("gpu", "NVIDIA H100 80GB HBM3", "9.0"), Target("tpu", "TPU v5p"))
@@ -54,9 +53,23 @@ def test_at_its_default_it_is_no_reason(operation):
     assert all(decision.chosen is not None for decision in found)
 
 
-@pytest.mark.parametrize("operation", FIELDS_OF_LEVEL_1)
-def test_what_plugins_of_level_1_are_taken_to_accept_is_there(operation):
-    known = {*FIELDS_OF_LEVEL_1[operation], "save_residuals"}
-    fields = dataclasses.fields(get_operation(operation).Call)
-    optional = {field.name for field in fields if field.default is not dataclasses.MISSING}
-    assert known <= optional
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_code_for_an_earlier_revision_is_given_no_later_field(operation):
+    owner = get_operation(operation)
+    newest = max(owner.optional_fields.values(), default=1)
+    for field, since in owner.optional_fields.items():
+        for contract in range(1, newest + 2):
+            assert owner.accepts(Implementation(operation, "a:b", contract=contract), field) == (contract >= since)
+        assert not owner.accepts(Implementation(operation, "a:b", contract=newest, without=(field,)), field)
+        assert owner.accepts(Implementation(operation, "a:b", accepts=(field,)), field)
+        assert not owner.accepts(Implementation(operation, "a:b", accepts=()), field)
+
+
+def test_a_field_of_no_revision_is_an_error():
+    """When it is written, not when it is called."""
+    owner = type(get_operation("paged_attention"))
+    for revisions in ((13,), (16, ("first_keys",)), (15, ("a_typing_error",)), ()):
+        with pytest.raises(
+            TypeError, match=r"revisions: got .*, expected 16 optional fields of PagedAttentionCall \(value_pages"
+        ):
+            type("Later", (owner,), {"Call": owner.Call, "revisions": revisions})

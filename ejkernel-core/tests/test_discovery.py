@@ -133,8 +133,8 @@ def test_name_differs_from_entry_point(sealed):
 @pytest.mark.parametrize(
     ("level", "said"),
     [
-        ("9", "plugin API level 9, this ejkernel accepts 1 to 2; pip install --upgrade ejkernel-core"),
-        ("0", "plugin API level 0, this ejkernel accepts 1 to 2; pip install --upgrade ejk-acme"),
+        ("9", "plugin API level 9, this ejkernel accepts 1 to 3; pip install --upgrade ejkernel-core"),
+        ("0", "plugin API level 0, this ejkernel accepts 1 to 3; pip install --upgrade ejk-acme"),
     ],
 )
 def test_api_level(sealed, level, said):

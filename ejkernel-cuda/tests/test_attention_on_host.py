@@ -22,12 +22,12 @@ import numpy as np
 import pytest
 from host_attention import Band, MaskParams, Range, TileScheduler
 
-from ejkernel.call.records import given_fields
 from ejkernel.operations.flash_attention import cases, reference
 from ejkernel.operations.flash_attention.interface import OPERATION
 from ejkernel.plugin import Target
+from ejkernel.testing.problem import fields_refused
 from ejkernel_cuda import _library
-from ejkernel_cuda._accepts import ACCEPTS
+from ejkernel_cuda._plugin import ejkernel_plugin
 from ejkernel_cuda.flash_attention import config, kernel
 from ejkernel_cuda.flash_attention.capability import supports_forward
 
@@ -298,7 +298,7 @@ def test_cases(case, dtype, monkeypatch):
     monkeypatch.setattr(jax.ffi, "ffi_call", host_calls.answered)
     monkeypatch.setattr(kernel, "handler", lambda name: name)
     call, inputs = bound(case, dtype)
-    unknown = {*given_fields(call)} - {*ACCEPTS["flash_attention"]}
+    unknown = fields_refused(ejkernel_plugin(), "flash_attention", call)
     reason = f"does not accept {unknown}" if unknown else supports_forward(call, H200)
     if reason is not None:
         assert not case.name.startswith(tuple(PLAIN.split())) or (dtype == "float16" and "soft" in case.name), reason

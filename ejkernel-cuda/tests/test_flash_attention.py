@@ -12,11 +12,11 @@ import pytest
 from host_calls import check_target
 
 import ejkernel
-from ejkernel.call.records import given_fields
 from ejkernel.operations.flash_attention.interface import OPERATION
 from ejkernel.plugin import Target
+from ejkernel.testing.problem import fields_refused
 from ejkernel_cuda import _library
-from ejkernel_cuda._accepts import ACCEPTS
+from ejkernel_cuda._plugin import ejkernel_plugin
 from ejkernel_cuda.flash_attention import capability, config, kernel
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
@@ -133,7 +133,7 @@ NOT_ACCEPTED = [
 
 @pytest.mark.parametrize(("options", "fields"), NOT_ACCEPTED, ids=lambda value: "-".join(sorted(value)))
 def test_fields_that_it_does_not_accept(options, fields):
-    assert {*given_fields(problem(**options).call)} - {*ACCEPTS["flash_attention"]} == fields
+    assert fields_refused(ejkernel_plugin(), "flash_attention", problem(**options).call) == fields
 
 
 REFUSED = [

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from ejkernel.call import ArraySpec
-from ejkernel.call.records import given_fields
 from ejkernel.operations.common.tolerance import FORWARD
 from ejkernel.operations.paged_attention import cases, reference
 from ejkernel.operations.paged_attention.interface import OPERATION
 from ejkernel.plugin import Target
 from ejkernel.testing.checks import widened
+from ejkernel.testing.problem import fields_refused
 from ejkernel_cuda import _library
-from ejkernel_cuda._accepts import ACCEPTS
+from ejkernel_cuda._plugin import ejkernel_plugin
 from ejkernel_cuda.paged_attention import capability, config, kernel
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
@@ -82,7 +82,7 @@ def refused(call: Any) -> bool:
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in cases.CASES if not c.is_benchmark])
 def test_cases(case, dtype):
     made = bound(case, dtype)
-    unknown = {*given_fields(made.call)} - {*ACCEPTS["paged_attention"]}
+    unknown = fields_refused(ejkernel_plugin(), "paged_attention", made.call)
     if case.name in ("everything", "alibi", "tree", "chunks-of-pages") or case.name.startswith("prompts"):
         assert unknown or refused(made.call)
         return

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.call.records import given_fields
 from ejkernel.operations.paged_attention import cases, reference
 from ejkernel.operations.paged_attention.interface import OPERATION
 from ejkernel.plugin import Target
 from ejkernel.testing.checks import widened
+from ejkernel.testing.problem import fields_refused
 from ejkernel_cuda import _library
-from ejkernel_cuda._accepts import ACCEPTS_PREFILL
+from ejkernel_cuda._plugin import ejkernel_plugin
 from ejkernel_cuda.paged_prefill import capability, config, kernel
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
@@ -69,7 +69,8 @@ def test_cases(case, dtype):
     arrays = case.arrays(np.random.default_rng(7))
     made = {name: jnp.asarray(value, dtype if value.dtype == np.float32 else None) for name, value in arrays.items()}
     bound = OPERATION.canonicalise(**made, **case.options)
-    refused = {*given_fields(bound.call)} - {*ACCEPTS_PREFILL} or capability.supports_forward(bound.call, H200)
+    unknown = fields_refused(ejkernel_plugin(), "paged_attention", bound.call, "prefill")
+    refused = unknown or capability.supports_forward(bound.call, H200)
     if refused:
         pytest.skip(str(refused))
     check(bound.call, bound.inputs)

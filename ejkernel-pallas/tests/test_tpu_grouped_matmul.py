@@ -21,7 +21,8 @@ from ejkernel.operations.grouped_matmul.interface import (
 )
 from ejkernel.plugin import Target
 from ejkernel.testing.checks import matrix_of_rows, random_group_sizes, relative_error, widened
-from ejkernel_pallas._accepts import ACCEPTS_TPU
+from ejkernel.testing.problem import fields_refused
+from ejkernel_pallas._plugin import ejkernel_plugin
 from ejkernel_pallas.tpu.grouped_matmul import capability, config, kernel, schedule
 
 V6E = Target("tpu", "TPU v6 lite")
@@ -308,7 +309,8 @@ def test_supports_refuses_with_numbers():
     assert "rhs_scale is float64" in ask(rhs_scale=ArraySpec((1, 8, 1), "float64"))
     assert "bias is float16" in ask(bias=ArraySpec((1, 8, 14336), "float16"))
     assert "lhs is float8_e4m3fn" in ask(dtype="float8_e4m3fn", preferred_element_type="bfloat16")
-    assert "lhs_scale" not in ACCEPTS_TPU["grouped_matmul"]
+    scaled = a_call(lhs_scale=ArraySpec((1, 8192, 1), "float32"))
+    assert fields_refused(ejkernel_plugin(), "grouped_matmul", scaled, "tpu") == {"lhs_scale"}
     assert "existing_out is float16" in ask(existing_out=ArraySpec((1, 8192, 14336), "float16"))
     assert "preferred_element_type is float16" in ask(preferred_element_type="float16")
     assert "24584 work items, at most 24576" in ask(rows=24576 * 1024)

@@ -23,8 +23,9 @@ from ejkernel.operations.grouped_matmul.interface import (
 )
 from ejkernel.plugin import Target
 from ejkernel.testing.checks import widened
-from ejkernel_triton._accepts import ACCEPTS
+from ejkernel.testing.problem import fields_refused
 from ejkernel_triton._kernel_cache import STORE, Entry, _with_scratch
+from ejkernel_triton._plugin import ejkernel_plugin
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.grouped_matmul import capability, config, schedule
 
@@ -286,7 +287,8 @@ def test_supports():
     assert "rhs is float8_e4m3b11fnuz" in str(ask(call_of(stored="float8_e4m3b11fnuz")))
     both = {"dtype": "float8_e4m3fn", "stored": "float8_e4m3fn", "preferred_element_type": "bfloat16"}
     assert "lhs is float8_e4m3fn, needs float32" in str(ask(call_of(**both)))
-    assert "lhs_scale" not in ACCEPTS["grouped_matmul"]
+    scaled = dataclasses.replace(call_of(), lhs_scale=ArraySpec((1, 8, 1), "float32"))
+    assert fields_refused(ejkernel_plugin(), "grouped_matmul", scaled) == {"lhs_scale"}
     assert "no float8_e4m3fn below" in str(ask(call_of(stored="float8_e4m3fn"), Target("gpu", "", "8.0")))
     assert "N = 9000000 is above" in str(ask(call_of(columns=9_000_000)))
     assert "a matrix of 65536 x 65536 elements" in str(ask(call_of(inner=65536, columns=65536)))

@@ -23,9 +23,10 @@ from ejkernel.operations.linear_recurrence.interface import (
 )
 from ejkernel.plugin import Target
 from ejkernel.testing.checks import widened
-from ejkernel_triton._accepts import ACCEPTS
+from ejkernel.testing.problem import fields_refused
 from ejkernel_triton._ahead_of_time import recorded, target_of
 from ejkernel_triton._chunks import chunks_of
+from ejkernel_triton._plugin import ejkernel_plugin
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.linear_recurrence import capability, config
 
@@ -492,7 +493,7 @@ def test_supports():
     assert "query is float64" in str(ask(query=ArraySpec((2, 64, 4, 32), "float64")))
     assert "value bfloat16, needs one dtype" in str(ask(value=ArraySpec((2, 64, 4, 32), "bfloat16")))
     assert "9.0 or older" in str(ask(Target("gpu", "NVIDIA B200", "10.0")))
-    assert "gv" not in ACCEPTS["linear_recurrence"]
+    assert fields_refused(ejkernel_plugin(), "linear_recurrence", dataclasses.replace(call, gv=spec)) == {"gv"}
     assert "head size 257" in str(ask(query=ArraySpec((2, 64, 4, 257), "float32")))
     packed = {"bonus": ArraySpec((1, 4, 32), "float32"), "cu_seqlens": ArraySpec((1, 3), "int32")}
     assert "a bonus in packed sequences" in str(ask(**packed))

@@ -37,10 +37,10 @@ __all__ = [
     "tables_beside",
 ]
 
-API_LEVEL = 2
-"""The level of the plugin API that this core speaks. Level 2 added `Implementation.accepts`."""
+API_LEVEL = 3
+"""The level of the plugin API that this core speaks. Level 2 added `Implementation.accepts`, level 3 `contract` and `without`."""
 
-SUPPORTED_API_LEVELS = range(1, 3)
+SUPPORTED_API_LEVELS = range(1, 4)
 """The levels that this core accepts from plugins."""
 
 ENTRY_POINT_GROUP = "ejkernel.plugins"
@@ -98,9 +98,11 @@ class Implementation:
         partitioning: `"native"` for plain JAX code that XLA itself partitions over devices; `"opaque"` for code that core
             must split by the operation's sharding rule.
         plain_jax: whether JAX can differentiate the forward code itself (`use(..., custom_gradients=False)`).
-        accepts: the optional fields of the operation's call (those that have a default) that the code honours. Core refuses a call
-            that says more, so that a field which is added later is never ignored; `supports` need not know of it. None stands for
-            the fields that calls had at API level 1.
+        contract: the revision of the operation's contract (`Contract.revisions`) that the code was written for. Core refuses a call
+            in which a field of a later revision is not at its default, so that a new field is never ignored; `supports` need not
+            know of it.
+        without: optional fields of that revision (those that have a default) that the code does not honour, refused likewise.
+        accepts: in place of `contract` and `without`, all optional fields that the code honours.
         lowered_from: `() -> str | None`: everything else that decides what the code is lowered to (versions of its compiler,
             settings, sources outside of the package of `target`), after registering its custom calls. Core then keeps the lowered
             code on disk, under a hash of this, the call, JAX's settings and the sources, and other processes neither trace nor
@@ -119,6 +121,8 @@ class Implementation:
     version: int = 1
     partitioning: Literal["native", "opaque"] = "opaque"
     plain_jax: bool = False
+    contract: int = 1
+    without: tuple[str, ...] = ()
     accepts: tuple[str, ...] | None = None
     lowered_from: str | Callable[[], str | None] | None = None
 

@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Callable
 
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl
-from ejkernel_cuda._accepts import ACCEPTS, ACCEPTS_CUDNN, ACCEPTS_PREFILL
 
 _VERSIONS = {"flash_attention": 2, "paged_attention": 2, "paged_cache_update": 2, "rms_norm": 2}
 """Versions of operations whose stored timings a change has made meaningless."""
+
+_MASKS = ("causal", "query_offset", "window")
+_PREFILL = ("value_pages", "sinks", "layout", "key_heads", "causal", "window", "soft_cap", "precision", "return_lse")
 
 
 def _implementation(operation: str, phase: Phase) -> Implementation:
@@ -23,7 +25,7 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
         supports=f"{package}.capability:supports_{phase}",
         configs=f"{package}.config:{phase.upper()}",
         version=_VERSIONS.get(operation, 1),
-        accepts=ACCEPTS[operation],
+        accepts=(*_MASKS, "prefix", "soft_cap", "precision", "return_lse") if operation == "flash_attention" else None,
     )
 
 
@@ -37,7 +39,7 @@ def _cudnn(operation: str, phase: Phase) -> Implementation:
         backends=("gpu",),
         target=f"{package}.kernel:{phase}",
         supports=f"{package}.capability:supports_{phase}",
-        accepts=ACCEPTS_CUDNN[operation],
+        accepts=(*_MASKS, "precision", "return_lse"),
         priority=-1,  # behind this platform's own kernels
     )
 
@@ -53,7 +55,7 @@ def _prefill() -> Implementation:
         target=f"{package}.kernel:forward",
         supports=f"{package}.capability:supports_forward",
         configs=f"{package}.config:FORWARD",
-        accepts=ACCEPTS_PREFILL,
+        accepts=_PREFILL,
         priority=-1,  # behind the kernel for decoding
     )
 
@@ -67,7 +69,7 @@ def _by_flash_attention(listed: Implementation) -> Implementation:
         target=f"{module}:{listed.phase}",
         supports=f"{module}:supports_{listed.phase}",
         configs=listed.configs and f"{module}:{listed.phase.upper()}",
-        accepts=(ACCEPTS_CUDNN if listed.variant else ACCEPTS)["block_sparse_attention"],
+        accepts=tuple(name for name in listed.accepts or () if name not in ("precision", "return_lse")),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl, tables_beside
-from ejkernel_pallas._accepts import ACCEPTS_MOSAIC_GPU, ACCEPTS_TPU
 
 _PHASES: tuple[Phase, ...] = ("forward", "backward")
 _TPU: dict[str, tuple[Phase, ...]] = {
@@ -15,7 +14,11 @@ _TPU: dict[str, tuple[Phase, ...]] = {
     "paged_cache_update": ("forward",),
     "rms_norm": _PHASES,
 }
-_MOSAIC_GPU = ("flash_attention", "grouped_matmul")
+_MOSAIC_GPU: dict[str, tuple[str, ...]] = {
+    "flash_attention": ("mask", "dropout_streams", "dropout_rate", "logits_dtype"),
+    "grouped_matmul": (),
+}
+"""Operation -> fields of the call that its kernels do not honour."""
 
 
 def _tpu(operation: str, phase: Phase) -> Implementation:
@@ -29,7 +32,7 @@ def _tpu(operation: str, phase: Phase) -> Implementation:
         target=f"{package}.kernel:{phase}",
         supports=f"{package}.capability:supports",
         configs=f"{package}.config:{phase.upper()}",
-        accepts=ACCEPTS_TPU[operation],
+        without=("lhs_scale",) if operation == "grouped_matmul" else (),
     )
 
 
@@ -44,7 +47,7 @@ def _mosaic_gpu(operation: str, phase: Phase) -> Implementation:
         target=f"{package}.kernel:{phase}",
         supports=f"{package}.capability:supports_{phase}",
         configs=f"{package}.config:{phase.upper()}",
-        accepts=ACCEPTS_MOSAIC_GPU[operation],
+        without=_MOSAIC_GPU[operation],
         lowered_from="ejkernel_pallas.mosaic_gpu._call:lowered_from",
     )
 
@@ -52,14 +55,14 @@ def _mosaic_gpu(operation: str, phase: Phase) -> Implementation:
 def _by_flash_attention(listed: Implementation) -> Implementation:
     """The phase of `flash_attention` as one of `block_sparse_attention`, in one module."""
     module = f"ejkernel_pallas.{listed.variant}.block_sparse_attention"
-    accepts = ACCEPTS_TPU if listed.variant == "tpu" else ACCEPTS_MOSAIC_GPU
+    masks = () if listed.variant == "tpu" else ("mask",)
     return dataclasses.replace(
         listed,
         operation="block_sparse_attention",
         target=f"{module}:{listed.phase}",
         supports=f"{module}:supports" + ("" if listed.variant == "tpu" else f"_{listed.phase}"),
         configs=f"{module}:{listed.phase.upper()}",
-        accepts=accepts["block_sparse_attention"],
+        without=("key_tiles", "full_tiles", "q_blocksize", "kv_blocksize", "mask_builder", *masks),
     )
 
 

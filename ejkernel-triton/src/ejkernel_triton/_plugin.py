@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl, tables_beside
-from ejkernel_triton._accepts import ACCEPTS
 from ejkernel_triton._interpret import INTERPRET, interpreting
 
 
-def _implementation(operation: str, phase: Phase) -> Implementation:
+def _implementation(operation: str, phase: Phase, contract: int = 1, without: tuple[str, ...] = ()) -> Implementation:
     """One phase of an operation: `<operation>/{kernel,capability,config}.py`."""
     package = f"ejkernel_triton.{operation}"
     return Implementation(
@@ -19,13 +18,14 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
         target=f"{package}.kernel:{phase}",
         supports=f"{package}.capability:supports_{phase}",
         configs=f"{package}.config:{phase.upper()}",
-        accepts=ACCEPTS[operation],
+        contract=contract,
+        without=without,
         lowered_from="ejkernel_triton._jax_triton:lowered_from",
     )
 
 
-def _both_phases(operation: str) -> tuple[Implementation, ...]:
-    return _implementation(operation, "forward"), _implementation(operation, "backward")
+def _both_phases(operation: str, contract: int = 1, without: tuple[str, ...] = ()) -> tuple[Implementation, ...]:
+    return tuple(_implementation(operation, phase, contract, without) for phase in ("forward", "backward"))
 
 
 @hookimpl
@@ -37,17 +37,17 @@ def ejkernel_plugin() -> Plugin:
         requires=("triton", "jax_triton"),
         versions={"triton": ">=3.6,<4", "jax-triton": ">=0.3.1,<0.4"},
         implementations=(
-            *_both_phases("block_sparse_attention"),
+            *_both_phases("block_sparse_attention", contract=2),
             *_both_phases("causal_conv1d"),
-            *_both_phases("cross_entropy"),
+            *_both_phases("cross_entropy", without=("head", "head_bias", "transpose_head")),
             *_both_phases("delta_rule"),
             *_both_phases("flash_attention"),
             *_both_phases("gated_linear_unit"),
-            *_both_phases("grouped_matmul"),
-            _implementation("latent_paged_attention", "forward"),
+            *_both_phases("grouped_matmul", without=("lhs_scale",)),
+            _implementation("latent_paged_attention", "forward", contract=2),
             *_both_phases("layer_norm"),
             _implementation("lightning_indexer", "forward"),
-            *_both_phases("linear_recurrence"),
+            *_both_phases("linear_recurrence", contract=2, without=("gv",)),
             *_both_phases("mean_pooling"),
             *_both_phases("moe_permute"),
             *_both_phases("moe_route"),
@@ -56,12 +56,12 @@ def ejkernel_plugin() -> Plugin:
             _implementation("native_sparse_selection", "forward"),
             _implementation("paged_attention", "forward"),
             _implementation("paged_cache_update", "forward"),
-            *_both_phases("quantized_matmul"),
+            *_both_phases("quantized_matmul", contract=2),
             *_both_phases("rms_norm"),
             *_both_phases("rope"),
             *_both_phases("rwkv4"),
             _implementation("sample_tokens", "forward"),
-            *_both_phases("selective_scan"),
+            *_both_phases("selective_scan", contract=2),
             *_both_phases("softmax"),
             _implementation("sparse_latent_attention", "forward"),
         ),

@@ -110,7 +110,7 @@ def _judge(request: Request, candidate: Candidate, wanted: tuple[str, ...]) -> V
         # A third party's code is not run before somebody asks for it: it may be slow, or do worse.
         reason, verdict = _ask_supports(request, candidate)
         reasons += [reason] if reason else []
-    if unknown := [name for name in given_fields(request.call) if not candidate.accepts(name)]:
+    if unknown := [name for name in given_fields(request.call) if not request.operation.accepts(implementation, name)]:
         reasons.append(f"{candidate.id} does not accept {', '.join(unknown)}")
         verdict = "refused"
     if request.native_only and implementation.partitioning != "native":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from ejkernel._plugins.levels import FIELDS_OF_LEVEL_1
 from ejkernel._plugins.requirements import canonical
 from ejkernel.plugin import FIRST_PARTY, Implementation, Plugin, Quarantine
 
@@ -93,8 +92,3 @@ class Candidate:
     def id(self) -> str:
         variant = self.implementation.variant
         return f"{self.platform}.{variant}" if variant else self.platform
-
-    def accepts(self, field: str) -> bool:
-        """Whether its code honours an optional field of the call."""
-        listed = self.implementation.accepts
-        return field in (FIELDS_OF_LEVEL_1.get(self.implementation.operation, ()) if listed is None else listed)

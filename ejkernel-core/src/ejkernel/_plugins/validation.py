@@ -81,7 +81,7 @@ def implementation(record: Implementation) -> str | None:
         return f"backends: got {record.backends!r}, expected a tuple of {', '.join(_BACKENDS)}"
     if not isinstance(record.variant, str) or (record.variant and not _VARIANT.fullmatch(record.variant)):
         return f"variant: got {record.variant!r}, expected lower case letters, digits, '_' and '-'"
-    for field in ("priority", "version"):
+    for field in ("priority", "version", "contract"):
         if not isinstance(getattr(record, field), int):
             return f"{field}: got {getattr(record, field)!r}, expected an int"
     if not isinstance(record.plain_jax, bool):
@@ -99,9 +99,15 @@ def _kept(record: Implementation) -> str | None:
 
 def _accepted(record: Implementation) -> str | None:
     """Which optional fields of a call it honours; whether there are such fields is for the conformance suite to find out."""
-    if record.accepts is None or (_is_strings(record.accepts) and all(name.isidentifier() for name in record.accepts)):
-        return None
-    return f"accepts: got {record.accepts!r}, expected a tuple of names of the call's fields"
+    for field in ("accepts", "without"):
+        names = getattr(record, field)
+        if not (names is None and field == "accepts") and not (_is_strings(names) and all(map(str.isidentifier, names))):
+            return f"{field}: got {names!r}, expected a tuple of names of the call's fields"
+    if record.contract < 1:
+        return f"contract: got {record.contract}, expected the number of a revision, from 1"
+    if record.accepts is not None and (record.contract != 1 or record.without):
+        return f"accepts: got {record.accepts!r} beside contract or without, expected None: it says all that they say"
+    return None
 
 
 def _references(record: Implementation) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -13,7 +15,7 @@ import numpy as np
 from ejkernel.call.arrays import ArraySpec, has_gradient, named
 from ejkernel.call.random import normal
 from ejkernel.call.records import Bound, Cost
-from ejkernel.plugin import Phase
+from ejkernel.plugin import Implementation, Phase
 
 
 class Contract(abc.ABC):
@@ -24,6 +26,8 @@ class Contract(abc.ABC):
         Call: subclass of `Call`.
         Inputs: NamedTuple of arrays (None where absent).
         Outputs: NamedTuple of what forward returns: the public outputs, then residuals (None unless `save_residuals`).
+        revisions: how many optional fields `Call` had in the contract's first revision, then the names of those that each later
+            one added. An implementation says which revision it was written for, and is given no later field.
         differentiable: fields of `Inputs` that have a gradient, when they hold floats of two bytes or more.
         constants: public outputs that count as constants under differentiation, whose cotangents backward ignores.
         shardable: factors along which the operation may be split over devices without communication, except sums of
@@ -38,11 +42,30 @@ class Contract(abc.ABC):
     Call: ClassVar[type]
     Inputs: ClassVar[type]
     Outputs: ClassVar[type]
+    revisions: ClassVar[tuple[int | tuple[str, ...], ...]]
     differentiable: ClassVar[tuple[str, ...]]
     constants: ClassVar[tuple[str, ...]] = ()
     shardable: ClassVar[tuple[str, ...]] = ("b",)
     formed_early: ClassVar[Mapping[str, str]] = MappingProxyType({})
     traceable: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "Call" in cls.__dict__:
+            _check_revisions(cls)
+
+    @functools.cached_property
+    def optional_fields(self) -> Mapping[str, int]:
+        """The fields of `Call` that have a default, each with the revision of the contract that brought it."""
+        later = {name: number for number, names in enumerate(_later(self.revisions), 2) for name in names}
+        return {name: later.get(name, 1) for name in _optional(self.Call)}
+
+    def accepts(self, implementation: Implementation, field: str) -> bool:
+        """Whether an implementation honours an optional field of the call; one that it was written before, it does not."""
+        if implementation.accepts is not None:
+            return field in implementation.accepts
+        since = self.optional_fields.get(field)
+        return since is not None and since <= implementation.contract and field not in implementation.without
 
     @abc.abstractmethod
     def canonicalise(self, *args: Any, **kwargs: Any) -> Bound:
@@ -109,3 +132,29 @@ def _normal(operation: str, name: str, spec: ArraySpec, rng: np.random.Generator
     if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
         raise NotImplementedError(f"{operation}: does not say what a random {name} of {spec.dtype} may hold")
     return normal(rng, spec.shape, dtype)
+
+
+def _optional(call: type) -> tuple[str, ...]:
+    fields = (field for field in dataclasses.fields(call) if field.name != "save_residuals")
+    return tuple(field.name for field in fields if field.default is not dataclasses.MISSING)
+
+
+def _later(revisions: tuple[int | tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+    return tuple(names for names in revisions[1:] if isinstance(names, tuple))
+
+
+def _check_revisions(contract: type[Contract]) -> None:
+    """Every optional field belongs to a revision: one that nobody listed would be honoured by nobody, or by all.
+
+    Raises:
+        TypeError: it has more optional fields than its revisions count, fewer, or others.
+    """
+    fields, revisions = _optional(contract.Call), getattr(contract, "revisions", ())
+    later = [name for names in _later(revisions) for name in names]
+    counted = len(later) + (revisions[0] if revisions and isinstance(revisions[0], int) else 0)
+    if counted != len(fields) or not {*later} <= {*fields}:
+        expected = f"({len(fields)},) in its first revision; later ones append the names of fields that are new"
+        raise TypeError(
+            f"{contract.__name__}.revisions: got {revisions}, expected {len(fields)} optional fields of "
+            f"{contract.Call.__name__} ({', '.join(fields)}) in all: {expected}"
+        )

@@ -24,7 +24,7 @@ from ejkernel.call.records import Bound, Call, given_fields
 from ejkernel.call.request import Request
 from ejkernel.operations import get_operation
 from ejkernel.operations.common.case import Case, Toggle
-from ejkernel.plugin import Phase, Target, resolve
+from ejkernel.plugin import Phase, Plugin, Target, resolve
 from ejkernel.targets.target import resolve_target
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -81,12 +81,18 @@ def is_of(candidate: Candidate, platform: str) -> bool:
     return platform in (candidate.platform, candidate.id)
 
 
+def fields_refused(plugin: Plugin, operation: str, call: Call, variant: str = "") -> set[str]:
+    """The optional fields that a call gives and that a plugin's code for the operation does not honour."""
+    code = next(one for one in plugin.implementations if (one.operation, one.variant) == (operation, variant))
+    return {name for name in given_fields(call) if not get_operation(operation).accepts(code, name)}
+
+
 def admits(candidate: Candidate, call: Call, target: Target) -> bool:
     """Whether a candidate says that it runs a call there: nothing is lowered."""
-    supports = candidate.implementation.supports
+    operation, supports = get_operation(candidate.implementation.operation), candidate.implementation.supports
     return (
         bool({"any", target.backend} & {*candidate.implementation.backends})
-        and all(candidate.accepts(name) for name in given_fields(call))
+        and all(operation.accepts(candidate.implementation, name) for name in given_fields(call))
         and (supports is None or resolve(supports)(call, target) is None)
     )
 

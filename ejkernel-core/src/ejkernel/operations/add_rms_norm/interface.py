@@ -60,6 +60,7 @@ class AddRmsNorm(Operation):
     Call = AddRmsNormCall
     Inputs = AddRmsNormInputs
     Outputs = AddRmsNormOutputs
+    revisions = (3,)
     differentiable = ("x", "residual", "scale")
     shardable = SHARDABLE_ROWS
 

@@ -119,6 +119,7 @@ class BlockSparseAttention(Operation):
     Call = BlockSparseAttentionCall
     Inputs = BlockSparseAttentionInputs
     Outputs = BlockSparseAttentionOutputs
+    revisions = (18, ("per_head_tiles",))
     differentiable = ("query", "key", "value", "bias", "sinks")
     shardable = ("b", "h")
     traceable = FLASH_ATTENTION.traceable

@@ -81,6 +81,7 @@ class CausalConv1d(Operation):
     Call = CausalConv1dCall
     Inputs = CausalConv1dInputs
     Outputs = CausalConv1dOutputs
+    revisions = (6,)
     differentiable = ("x", "weight", "bias", "initial_state")
     shardable = ("b", "c")
 

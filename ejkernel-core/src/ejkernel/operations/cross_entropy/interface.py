@@ -83,6 +83,7 @@ class CrossEntropy(Operation):
     Call = CrossEntropyCall
     Inputs = CrossEntropyInputs
     Outputs = CrossEntropyOutputs
+    revisions = (6,)
     differentiable = ("x", "head", "head_bias")
     shardable = SHARDABLE_ROWS
 

@@ -122,6 +122,7 @@ class DeltaRule(Operation):
     Call = DeltaRuleCall
     Inputs = DeltaRuleInputs
     Outputs = DeltaRuleOutputs
+    revisions = (12,)
     differentiable = ("query", "key", "value", "beta", "decay", "a", "b", "initial_state")
     shardable = ("b", "h")
     traceable = ("scale",)

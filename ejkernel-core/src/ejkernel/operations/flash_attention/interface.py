@@ -112,6 +112,7 @@ class FlashAttention(Operation):
     Call = FlashAttentionCall
     Inputs = FlashAttentionInputs
     Outputs = FlashAttentionOutputs
+    revisions = (19,)
     differentiable = ("query", "key", "value", "bias", "sinks")
     shardable = ("b", "h")
     traceable = ("softmax_scale", "sliding_window", "chunk_size")

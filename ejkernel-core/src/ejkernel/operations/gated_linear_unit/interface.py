@@ -60,6 +60,7 @@ class GatedLinearUnit(Operation):
     Call = GatedLinearUnitCall
     Inputs = GatedLinearUnitInputs
     Outputs = GatedLinearUnitOutputs
+    revisions = (5,)
     differentiable = ("gate", "up")
     shardable = (*SHARDABLE_ROWS, "d")
 

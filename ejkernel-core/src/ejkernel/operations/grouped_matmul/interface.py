@@ -103,6 +103,7 @@ class GroupedMatmul(Operation):
     Call = GroupedMatmulCall
     Inputs = GroupedMatmulInputs
     Outputs = GroupedMatmulOutputs
+    revisions = (7,)
     differentiable = ("lhs", "rhs", "existing_out", "rhs_scale", "bias", "lhs_scale")
     shardable = ("b", "n")
 

@@ -92,6 +92,7 @@ class KlDivergence(Operation):
     Call = KlDivergenceCall
     Inputs = KlDivergenceInputs
     Outputs = KlDivergenceOutputs
+    revisions = (8,)
     differentiable = ("student", "student_head")
     shardable = SHARDABLE_ROWS
     traceable = ("temperature",)

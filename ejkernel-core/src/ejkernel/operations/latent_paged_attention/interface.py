@@ -93,6 +93,7 @@ class LatentPagedAttention(Operation):
     Call = LatentPagedAttentionCall
     Inputs = LatentPagedAttentionInputs
     Outputs = LatentPagedAttentionOutputs
+    revisions = (6, ("first_keys",))
     differentiable = ("query_nope", "query_pe", "pages", "key_scale", "value_scale")
     shardable = ("b", "h")
     traceable = ("softmax_scale", "sliding_window")

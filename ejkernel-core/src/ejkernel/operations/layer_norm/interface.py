@@ -32,6 +32,7 @@ class LayerNorm(RowNorm):
     name = "layer_norm"
     Call = LayerNormCall
     Outputs = LayerNormOutputs
+    revisions = (4,)
     statistics = ("mean", "rstd")
     flops = (5, 10)
 

@@ -66,6 +66,7 @@ class LightningIndexer(Operation):
     Call = LightningIndexerCall
     Inputs = LightningIndexerInputs
     Outputs = LightningIndexerOutputs
+    revisions = (1,)
     differentiable = ()
     shardable = ("b", "t")
 

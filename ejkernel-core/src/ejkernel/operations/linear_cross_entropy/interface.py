@@ -103,6 +103,7 @@ class LinearCrossEntropy(Operation):
     Call = LinearCrossEntropyCall
     Inputs = LinearCrossEntropyInputs
     Outputs = LinearCrossEntropyOutputs
+    revisions = (7,)
     differentiable = ("x", "head", "head_bias")
     constants = ("penalty",)
     shardable = SHARDABLE_ROWS

@@ -119,6 +119,7 @@ class LinearRecurrence(Operation):
     Call = LinearRecurrenceCall
     Inputs = LinearRecurrenceInputs
     Outputs = LinearRecurrenceOutputs
+    revisions = (11, ("value_scale", "skip", "transposed_state"))
     differentiable = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "bonus", "value_scale", "skip", "initial_state")
     shardable = ("b", "h")
     traceable = ("scale",)

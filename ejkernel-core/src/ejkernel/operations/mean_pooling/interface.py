@@ -58,6 +58,7 @@ class MeanPooling(Operation):
     Call = MeanPoolingCall
     Inputs = MeanPoolingInputs
     Outputs = MeanPoolingOutputs
+    revisions = (1,)
     differentiable = ("x",)
     shardable = ("b", "h", "d")
 

@@ -60,6 +60,7 @@ class MoePermute(Operation):
     Call = MoePermuteCall
     Inputs = MoePermuteInputs
     Outputs = MoePermuteOutputs
+    revisions = (0,)
     differentiable = ("x",)
 
     def canonicalise(self, x: Any, experts: Any, *, num_experts: int) -> Bound:

@@ -71,6 +71,7 @@ class MoeRoute(Operation):
     Call = MoeRouteCall
     Inputs = MoeRouteInputs
     Outputs = MoeRouteOutputs
+    revisions = (6,)
     differentiable = ("logits",)
     shardable = ("b", "t")
 

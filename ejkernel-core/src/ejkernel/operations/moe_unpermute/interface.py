@@ -54,6 +54,7 @@ class MoeUnpermute(Operation):
     Call = MoeUnpermuteCall
     Inputs = MoeUnpermuteInputs
     Outputs = MoeUnpermuteOutputs
+    revisions = (1,)
     differentiable = ("rows", "weights")
     shardable = ("b", "d")
 

@@ -77,6 +77,7 @@ class NativeSparseAttention(Operation):
     Call = NativeSparseAttentionCall
     Inputs = NativeSparseAttentionInputs
     Outputs = NativeSparseAttentionOutputs
+    revisions = (2,)
     differentiable = ("query", "key", "value")
     shardable = ("b", "h")
     traceable = ("softmax_scale",)

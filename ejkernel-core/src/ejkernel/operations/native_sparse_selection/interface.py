@@ -76,6 +76,7 @@ class NativeSparseSelection(Operation):
     Call = NativeSparseSelectionCall
     Inputs = NativeSparseSelectionInputs
     Outputs = NativeSparseSelectionOutputs
+    revisions = (2,)
     differentiable = ()
     shardable = ("b", "h")
 

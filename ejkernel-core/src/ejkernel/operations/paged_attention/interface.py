@@ -131,6 +131,7 @@ class PagedAttention(Operation):
     Call = PagedAttentionCall
     Inputs = PagedAttentionInputs
     Outputs = PagedAttentionOutputs
+    revisions = (13, ("key_token_scale", "value_token_scale", "first_keys"))
     differentiable = (
         "query",
         "key_pages",

@@ -83,6 +83,7 @@ class PagedCacheUpdate(Operation):
     Call = PagedCacheUpdateCall
     Inputs = PagedCacheUpdateInputs
     Outputs = PagedCacheUpdateOutputs
+    revisions = (4,)
     differentiable = ("key", "value", "key_pages", "value_pages", "key_scale", "value_scale")
     shardable = ("b", "h")
 

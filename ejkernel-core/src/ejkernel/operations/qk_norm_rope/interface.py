@@ -65,6 +65,7 @@ class QkNormRope(Operation):
     Call = QkNormRopeCall
     Inputs = QkNormRopeInputs
     Outputs = QkNormRopeOutputs
+    revisions = (6,)
     differentiable = ("query", "key", "cos", "sin", "query_scale", "key_scale")
     shardable = ("b", "t", "h")
 

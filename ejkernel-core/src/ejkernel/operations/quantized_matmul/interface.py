@@ -106,6 +106,7 @@ class QuantizedMatmul(Operation):
     Call = QuantizedMatmulCall
     Inputs = QuantizedMatmulInputs
     Outputs = QuantizedMatmulOutputs
+    revisions = (5, ("group_sizes", "group_offset"))
     differentiable = ("x", "scales", "zeros")
     shardable = ("b", "m", "n")
 

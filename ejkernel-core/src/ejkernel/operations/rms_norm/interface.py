@@ -31,6 +31,7 @@ class RmsNorm(RowNorm):
     name = "rms_norm"
     Call = RmsNormCall
     Outputs = RmsNormOutputs
+    revisions = (4,)
     statistics = ("rstd",)
     flops = (3, 7)
 

@@ -52,6 +52,7 @@ class Rope(Operation):
     Call = RopeCall
     Inputs = RopeInputs
     Outputs = RopeOutputs
+    revisions = (3,)
     differentiable = ("query", "key", "cos", "sin")
     shardable = ("b", "t", "h")
 

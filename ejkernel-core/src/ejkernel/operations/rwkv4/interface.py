@@ -69,6 +69,7 @@ class Rwkv4(Operation):
     Call = Rwkv4Call
     Inputs = Rwkv4Inputs
     Outputs = Rwkv4Outputs
+    revisions = (2,)
     differentiable = ("w", "u", "k", "v", "state")
     shardable = ("b", "c")
 

@@ -79,6 +79,7 @@ class SampleTokens(Operation):
     Call = SampleTokensCall
     Inputs = SampleTokensInputs
     Outputs = SampleTokensOutputs
+    revisions = (6,)
     differentiable = ()
     shardable = ("b", "n")
 

@@ -75,6 +75,7 @@ class ScaledMatmul(Operation):
     Call = ScaledMatmulCall
     Inputs = ScaledMatmulInputs
     Outputs = ScaledMatmulOutputs
+    revisions = (3,)
     differentiable = ("lhs_scale", "rhs_scale")
     shardable = ("b", "m", "n")
 

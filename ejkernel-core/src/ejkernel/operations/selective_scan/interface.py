@@ -83,6 +83,7 @@ class SelectiveScan(Operation):
     Call = SelectiveScanCall
     Inputs = SelectiveScanInputs
     Outputs = SelectiveScanOutputs
+    revisions = (2, ("resets", "cu_seqlens"))
     differentiable = ("x", "A", "B", "C", "D", "dt", "initial_state")
     shardable = ("b", "i")
 

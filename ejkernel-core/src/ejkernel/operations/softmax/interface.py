@@ -56,6 +56,7 @@ class Softmax(Operation):
     Call = SoftmaxCall
     Inputs = SoftmaxInputs
     Outputs = SoftmaxOutputs
+    revisions = (2,)
     differentiable = ("x",)
     shardable = SHARDABLE_ROWS
     traceable = ("scale",)

@@ -69,6 +69,7 @@ class SparseLatentAttention(Operation):
     Call = SparseLatentAttentionCall
     Inputs = SparseLatentAttentionInputs
     Outputs = SparseLatentAttentionOutputs
+    revisions = (1,)
     differentiable = ("query", "key_value")
     shardable = ("b", "h")
     traceable = ("softmax_scale",)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -74,16 +73,13 @@ def test_plugin_module(platform_name: str) -> None:
 
 @pytest.mark.ejkernel_level("packaging")
 def test_accepted_fields_exist(platform_name: str) -> None:
-    """`Implementation.accepts` names optional fields of the operation's call."""
+    """`Implementation.accepts` and `without` name optional fields of the operation's call."""
     for candidate in kernel_registry.list_implementations():
-        listed, operation = candidate.implementation.accepts, candidate.implementation.operation
-        if is_of(candidate, platform_name) and listed is not None and operation in OPERATIONS:
-            fields = dataclasses.fields(get_operation(operation).Call)
-            optional = {field.name for field in fields if field.default is not dataclasses.MISSING} - {"save_residuals"}
-            unknown = {*listed} - optional
-            assert not unknown, (
-                f"{candidate.id} accepts {', '.join(sorted(unknown))}, {operation} has {', '.join(sorted(optional))}"
-            )
+        implementation, operation = candidate.implementation, candidate.implementation.operation
+        if is_of(candidate, platform_name) and operation in OPERATIONS:
+            optional = get_operation(operation).optional_fields
+            unknown = {*(implementation.accepts or implementation.without)} - {*optional}
+            assert not unknown, f"{candidate.id} names {', '.join(sorted(unknown))}, {operation} has {', '.join(optional)}"
 
 
 @pytest.mark.ejkernel_level("packaging")
