@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 
 import pytest
 
 from ejkernel._dispatch.decisions import decide
 from ejkernel.call import Request
 from ejkernel.call.policy import policy_for_call
-from ejkernel.operations import OPERATIONS, get_operation
+from ejkernel.operations import OPERATIONS, get_operation, operation_module
 from ejkernel.plugin import Implementation, Phase, Target
 from ejkernel.testing.shapes import bound_shapes
 
@@ -28,7 +27,7 @@ def with_new_field(call, value):
 
 
 def decisions(operation, value):
-    case = importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES[0]
+    case = operation_module(operation, "cases").CASES[0]
     call = with_new_field(bound_shapes(operation, case, "bfloat16")[1], value)
     for target in TARGETS:
         request = Request(get_operation(operation), call, target, policy_for_call(operation, None))

@@ -141,7 +141,7 @@ REFERENCES = {
 """File below `reference/` -> page."""
 
 ELSEWHERE = {
-    "ejkernel.attention": "ejkernel.modules.attention.attention",
+    "ejkernel.attention": "ejkernel.modules.dense_attention.attention",
     "ejkernel.kernel_registry": "ejkernel._plugins.registry.KernelRegistry",
 }
 """Names that a static reader takes for something else (a module, a bare value), and where the docstrings are."""

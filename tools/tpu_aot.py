@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import importlib
 import json
 import multiprocessing
 import os
@@ -20,6 +19,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from ejkernel.operations import operation_module
 
 DTYPES = ("float32", "bfloat16")
 BENCHMARKED = ("bfloat16",)
@@ -85,8 +86,7 @@ def _compile_all(arguments: argparse.Namespace) -> int:
 
 def _compile_part(arguments: argparse.Namespace, operation: str, kind: str) -> list[Any]:
     """The rows of one operation and kind, in a process of its own."""
-    from ejkernel_pallas import _ahead_of_time as aot
-    from ejkernel_pallas import _listings
+    from ejkernel_pallas import _ahead_of_time as aot, _listings
 
     with tempfile.TemporaryDirectory() as folder:
         _listings.request_listings(Path(folder))
@@ -128,7 +128,7 @@ def _short(row: Any) -> dict[str, Any]:
 def _cases(operation: str, arguments: argparse.Namespace) -> list[Any]:
     from ejkernel.testing.problem import representative
 
-    every = importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES
+    every = operation_module(operation, "cases").CASES
     if arguments.case:
         return [case for case in every if case.name in arguments.case]
     benchmarks = [case for case in every if "bench" in case.tags]

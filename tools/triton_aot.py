@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import importlib
 import json
 import multiprocessing
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from ejkernel.operations import operation_module
 
 DTYPES = ("float32", "bfloat16")
 
@@ -120,7 +121,7 @@ def _compile_part(part: tuple[str, int], arguments: argparse.Namespace) -> tuple
 def _cases(operation: str, arguments: argparse.Namespace) -> list[Any]:
     from ejkernel.testing.problem import representative
 
-    every = importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES
+    every = operation_module(operation, "cases").CASES
     if arguments.quick:
         return list(representative(operation))
     if arguments.space:

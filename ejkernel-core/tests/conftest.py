@@ -57,6 +57,10 @@ class Site:
         entry = f"{platform} = {platform}_light"
         return self.add(distribution or f"ejk-{platform}", entry, {f"{platform}_light": module}, version=version)
 
+    def core(self) -> None:
+        """Core's own metadata, as far as its operations are found by it."""
+        self.add("ejkernel-core", "core = ejkernel.operations._plugin", {}, group="ejkernel.operations")
+
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
@@ -69,6 +73,7 @@ def site(tmp_path: Path) -> Site:
 def sealed(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
     """The made-up distributions as the only ones on this process's path, with no setting in the environment."""
     importlib.import_module("packaging.specifiers")  # lives outside of the path below
+    site.core()
     standard = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
     monkeypatch.setattr(sys, "path", [str(site.path), *standard])
     for setting in ("EJKERNEL_PLUGINS", "EJKERNEL_STRICT"):

@@ -9,8 +9,7 @@ import warnings
 import pytest
 
 from ejkernel.errors import CacheWarning
-from ejkernel.utils import kernel_store as _kernel_store
-from ejkernel.utils import warn_once as _warn
+from ejkernel.utils import kernel_store as _kernel_store, warn_once as _warn
 from ejkernel.utils.kernel_store import KernelStore, StoredKernels, clear_kernels, stored_kernels
 
 KEYS = [digit * 64 for digit in "0123456789abcdef"]

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import mask_oracle
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ejkernel import MaskInfo
 

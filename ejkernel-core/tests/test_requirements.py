@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from packaging.specifiers import SpecifierSet
 
 from ejkernel._plugins.requirements import admits, canonical, findable, pip_install

@@ -13,24 +13,21 @@ import numpy as np
 import pytest
 
 from ejkernel.call import ArraySpec
-from ejkernel.operations.paged_cache_update import cases as update_cases
-from ejkernel.operations.paged_cache_update import reference as update_reference
+from ejkernel.operations.paged_cache_update import cases as update_cases, reference as update_reference
 from ejkernel.operations.paged_cache_update.interface import OPERATION as UPDATE
-from ejkernel.operations.qk_norm_rope import cases as norm_rope_cases
-from ejkernel.operations.qk_norm_rope import reference as norm_rope_reference
+from ejkernel.operations.qk_norm_rope import cases as norm_rope_cases, reference as norm_rope_reference
 from ejkernel.operations.qk_norm_rope.interface import OPERATION as NORM_ROPE
-from ejkernel.operations.rope import cases as rope_cases
-from ejkernel.operations.rope import reference as rope_reference
+from ejkernel.operations.rope import cases as rope_cases, reference as rope_reference
 from ejkernel.operations.rope.interface import OPERATION as ROPE
 from ejkernel.plugin import Target
 from ejkernel_cuda import _library
-from ejkernel_cuda.paged_cache_update import config as update_config
-from ejkernel_cuda.paged_cache_update import kernel as update_kernel
-from ejkernel_cuda.qk_norm_rope import capability as norm_rope_capability
-from ejkernel_cuda.qk_norm_rope import config as norm_rope_config
-from ejkernel_cuda.qk_norm_rope import kernel as norm_rope_kernel
-from ejkernel_cuda.rope import config as rope_config
-from ejkernel_cuda.rope import kernel as rope_kernel
+from ejkernel_cuda.paged_cache_update import config as update_config, kernel as update_kernel
+from ejkernel_cuda.qk_norm_rope import (
+    capability as norm_rope_capability,
+    config as norm_rope_config,
+    kernel as norm_rope_kernel,
+)
+from ejkernel_cuda.rope import config as rope_config, kernel as rope_kernel
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 pytestmark = [

@@ -18,9 +18,7 @@ from ejkernel.operations.rms_norm.interface import RmsNormCall, RmsNormInputs
 from ejkernel.plugin import Target
 from ejkernel_cuda import _library
 from ejkernel_cuda._rows import config, kernel
-from ejkernel_cuda.add_rms_norm import capability as added_capability
-from ejkernel_cuda.add_rms_norm import config as added_config
-from ejkernel_cuda.add_rms_norm import kernel as added_kernel
+from ejkernel_cuda.add_rms_norm import capability as added_capability, config as added_config, kernel as added_kernel
 from ejkernel_cuda.rms_norm import capability
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")

@@ -8,8 +8,7 @@ import re
 import pytest
 
 from ejkernel.tuning import from_plain, to_plain
-from ejkernel_cuda._rows.config import BackwardConfig as RowsBackwardConfig
-from ejkernel_cuda._rows.config import ForwardConfig as RowsForwardConfig
+from ejkernel_cuda._rows.config import BackwardConfig as RowsBackwardConfig, ForwardConfig as RowsForwardConfig
 from ejkernel_cuda.flash_attention.config import ForwardConfig as AttentionConfig
 from ejkernel_cuda.paged_attention.config import PagedAttentionConfig
 from ejkernel_cuda.qk_norm_rope.config import BackwardConfig as HeadsBackwardConfig

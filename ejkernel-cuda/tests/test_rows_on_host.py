@@ -11,14 +11,10 @@ import pytest
 from host_kernels import KINDS, SCALAR_TYPES, Guarded, Mask, Shape, Stored, library, output, rounded
 
 from ejkernel.call import ArraySpec
-from ejkernel.operations.add_rms_norm import interface as add_rms_norm
-from ejkernel.operations.add_rms_norm import reference as add_rms_norm_reference
-from ejkernel.operations.layer_norm import interface as layer_norm
-from ejkernel.operations.layer_norm import reference as layer_norm_reference
-from ejkernel.operations.rms_norm import interface as rms_norm
-from ejkernel.operations.rms_norm import reference as rms_norm_reference
-from ejkernel.operations.softmax import interface as softmax
-from ejkernel.operations.softmax import reference as softmax_reference
+from ejkernel.operations.add_rms_norm import interface as add_rms_norm, reference as add_rms_norm_reference
+from ejkernel.operations.layer_norm import interface as layer_norm, reference as layer_norm_reference
+from ejkernel.operations.rms_norm import interface as rms_norm, reference as rms_norm_reference
+from ejkernel.operations.softmax import interface as softmax, reference as softmax_reference
 from ejkernel_cuda.softmax.mask import axes_of
 
 pytestmark = pytest.mark.skipif(host_kernels.missing() is not None, reason=str(host_kernels.missing()))

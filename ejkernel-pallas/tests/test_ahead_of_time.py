@@ -12,8 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -21,8 +20,7 @@ from ejkernel.call import ArraySpec
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel.plugin import Target
 from ejkernel.testing.problem import case_named, representative
-from ejkernel_pallas import _ahead_of_time as aot
-from ejkernel_pallas import _listings
+from ejkernel_pallas import _ahead_of_time as aot, _listings
 from ejkernel_pallas._call import MIN_VMEM, compiler_params
 from ejkernel_pallas.tpu import _vmem
 from ejkernel_pallas.tpu.flash_attention import config, kernel

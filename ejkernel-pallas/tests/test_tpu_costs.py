@@ -16,10 +16,8 @@ from ejkernel.plugin import Target
 from ejkernel.targets import building_for
 from ejkernel_pallas.tpu.flash_attention import kernel as attention
 from ejkernel_pallas.tpu.flash_attention.config import BackwardConfig, ForwardConfig
-from ejkernel_pallas.tpu.grouped_matmul import config as grouped_config
-from ejkernel_pallas.tpu.grouped_matmul import kernel as grouped
-from ejkernel_pallas.tpu.rms_norm import config as norm_config
-from ejkernel_pallas.tpu.rms_norm import kernel as norm
+from ejkernel_pallas.tpu.grouped_matmul import config as grouped_config, kernel as grouped
+from ejkernel_pallas.tpu.rms_norm import config as norm_config, kernel as norm
 
 V6E = Target("tpu", "TPU v6 lite")
 ATTENTION, BACKWARD = "ejkernel_flash_attention", "ejkernel_flash_attention_backward_"

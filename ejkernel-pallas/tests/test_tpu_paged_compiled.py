@@ -18,9 +18,11 @@ from ejkernel_pallas import _ahead_of_time as aot
 from ejkernel_pallas._call import MIN_VMEM
 from ejkernel_pallas.tpu._vmem import memory_of
 from ejkernel_pallas.tpu.paged_attention import capability, config, kernel
-from ejkernel_pallas.tpu.paged_cache_update import capability as update_capability
-from ejkernel_pallas.tpu.paged_cache_update import config as update_config
-from ejkernel_pallas.tpu.paged_cache_update import kernel as update_kernel
+from ejkernel_pallas.tpu.paged_cache_update import (
+    capability as update_capability,
+    config as update_config,
+    kernel as update_kernel,
+)
 
 pytestmark = pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
 

@@ -15,8 +15,7 @@ pytest.importorskip("triton", reason="install triton to compile Triton kernels")
 import triton
 import triton.language as tl
 
-from ejkernel_triton import _ahead_of_time as aot
-from ejkernel_triton import testing
+from ejkernel_triton import _ahead_of_time as aot, testing
 
 pytestmark = pytest.mark.skipif(version_problem() is not None, reason=f"kernels are refused here: {version_problem()}")
 

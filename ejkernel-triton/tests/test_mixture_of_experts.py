@@ -13,23 +13,16 @@ import pytest
 import ejkernel
 from ejkernel.call import ArraySpec
 from ejkernel.call.arrays import named
-from ejkernel.operations import get_operation
+from ejkernel.operations import get_operation, operation_module
 from ejkernel.plugin import Target
 from ejkernel.testing.shapes import bound_shapes
 from ejkernel_triton._versions import version_problem
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
-from ejkernel_triton import _ahead_of_time as aot
-from ejkernel_triton import testing
-from ejkernel_triton._copies import capability as copies_capability
-from ejkernel_triton._copies import config as copies_config
-from ejkernel_triton._copies import kernel as copies
-from ejkernel_triton.moe_permute import capability as permute_capability
-from ejkernel_triton.moe_permute import config as permute_config
-from ejkernel_triton.moe_permute import kernel as permute
-from ejkernel_triton.moe_route import capability as route_capability
-from ejkernel_triton.moe_route import config as route_config
-from ejkernel_triton.moe_route import kernel as route
+from ejkernel_triton import _ahead_of_time as aot, testing
+from ejkernel_triton._copies import capability as copies_capability, config as copies_config, kernel as copies
+from ejkernel_triton.moe_permute import capability as permute_capability, config as permute_config, kernel as permute
+from ejkernel_triton.moe_route import capability as route_capability, config as route_config, kernel as route
 from ejkernel_triton.moe_unpermute import kernel as unpermute
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
@@ -56,7 +49,7 @@ def check(operation, inputs, module, forward, backward, **options):
     """Both phases of canonical inputs against the float64 reference."""
     owner = get_operation(operation)
     call = owner.Call(**{name: ArraySpec.of(value) for name, value in named(inputs)}, **options)
-    reference = importlib.import_module(f"ejkernel.operations.{operation}.reference")
+    reference = operation_module(operation, "reference")
     got, exact = module.forward(call, inputs, forward), reference.forward(call, wide(inputs))
     for (name, value), spec in zip(named(got), owner.output_specs(call), strict=True):
         np.testing.assert_allclose(np.asarray(value, np.float64), getattr(exact, name), atol=2e-6, rtol=2e-6, err_msg=name)
@@ -134,7 +127,7 @@ def test_positions_out_of_range_write_nothing(interpreted):
 @needs_jax_triton
 def test_search_spaces_are_small_and_hold_the_heuristic(operation):
     found = importlib.import_module(f"ejkernel_triton.{operation}.config")
-    for case in importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES:
+    for case in operation_module(operation, "cases").CASES:
         call = bound_shapes(operation, case, "bfloat16")[1]
         for space in (found.FORWARD, found.BACKWARD):
             configs = space.search_space(call, H200)
@@ -148,7 +141,7 @@ def test_compiles_without_spills(monkeypatch, tmp_path, capability):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("EJKERNEL_TRITON_INTERPRET", raising=False)
     for operation in OPERATIONS:
-        cases = importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES
+        cases = operation_module(operation, "cases").CASES
         case = next(case for case in cases if case.name.startswith("bench-t16384"))
         rows = list(aot.compiled(operation, [case], ("bfloat16",), (capability,)))
         assert rows and all(row.stack <= testing.tolerated_stack() for row in rows), rows

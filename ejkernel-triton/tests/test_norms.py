@@ -13,6 +13,7 @@ import pytest
 
 import ejkernel
 from ejkernel.call import ArraySpec
+from ejkernel.operations import operation_module
 from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
 from ejkernel.plugin import Target
 from ejkernel.testing.checks import relative_error, widened
@@ -23,8 +24,7 @@ from ejkernel_triton._versions import version_problem
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
-from ejkernel_triton._rows import cooperative
-from ejkernel_triton._rows import kernel as shared_kernel
+from ejkernel_triton._rows import cooperative, kernel as shared_kernel
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
@@ -52,8 +52,8 @@ class Norm:
 
     def __init__(self, name):
         self.name = name
-        self.operation = importlib.import_module(f"ejkernel.operations.{name}.interface").OPERATION
-        self.reference = importlib.import_module(f"ejkernel.operations.{name}.reference")
+        self.operation = operation_module(name, "interface").OPERATION
+        self.reference = operation_module(name, "reference")
         self.kernel = importlib.import_module(f"ejkernel_triton.{name}.kernel")
 
     def problem(self, shape, dtype="float32", scale=1, offset=0, seed=0, scale_offset=0.0, epsilon=1e-6, shift=0.0):
@@ -288,7 +288,7 @@ BACKWARD_WINNERS = {
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_search_spaces_are_small_and_have_what_was_fastest(norm, dtype):
-    cases = importlib.import_module(f"ejkernel.operations.{norm.name}.cases").CASES
+    cases = operation_module(norm.name, "cases").CASES
     drawn = (case.arrays(np.random.default_rng(0)) for case in cases if not any(tag.startswith("bench") for tag in case.tags))
     shapes = {*(arrays["x"].shape for arrays in drawn), *WIDE_SHAPES, *FORWARD_WINNERS}
     for shape in shapes:

@@ -19,11 +19,8 @@ from ejkernel.testing.checks import widened
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
-from ejkernel_triton.delta_rule import config as delta_config
-from ejkernel_triton.delta_rule import general
-from ejkernel_triton.delta_rule import kernel as delta_kernel
-from ejkernel_triton.linear_recurrence import config as linear_config
-from ejkernel_triton.linear_recurrence import kernel as linear_kernel
+from ejkernel_triton.delta_rule import config as delta_config, general, kernel as delta_kernel
+from ejkernel_triton.linear_recurrence import config as linear_config, kernel as linear_kernel
 
 FUSED, SEGMENTED = linear_config.Config(16, 0, 16, 4, 1), linear_config.Config(16, 16, 16, 4, 1)
 CHUNKED, SPLIT = delta_config.Config(16, 16, 4, 1), delta_config.Config(16, 16, 4, 1, segments=2)

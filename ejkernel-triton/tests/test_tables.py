@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ejkernel.operations import operation_module
 from ejkernel.testing.problem import operations_of
 from ejkernel.tuning import AutotuningResult
 from ejkernel_triton import _plugin
@@ -49,7 +50,7 @@ def test_there_is_a_table_of_each_operation_that_was_tuned():
 @pytest.mark.parametrize("operation", sorted({entry.key.operation for entry in ENTRIES}))
 def test_benchmarked_calls_are_answered_from_the_table_with_what_is_legal_for_them(operation):
     found = 0
-    for case in importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES:
+    for case in operation_module(operation, "cases").CASES:
         if "bench" not in case.tags:
             continue
         for decision in decisions_of(operation, case, "bfloat16", target_of(90)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.call import Request, has_gradient, named
-from ejkernel.call import policy as _policy
-from ejkernel.operations import get_operation
+from ejkernel.call import Request, has_gradient, named, policy as _policy
+from ejkernel.operations import get_operation, operation_module
 from ejkernel.targets import target as _target
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3}
@@ -22,7 +20,7 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3}
 
 def problems(operation: str) -> Any:
     """Parametrise a test by `case` (benchmark sizes left out) and `dtype`; the conformance suite tries narrow dtypes too."""
-    cases = importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES
+    cases = operation_module(operation, "cases").CASES
     cases = [case for case in cases if not case.is_benchmark and "nan" not in case.tags]  # the suite compares around NaN
     rows = [(case, dtype) for case in cases for dtype in TOLERANCE]
     rows = [(case, dtype) for case, dtype in rows if case.fits(dtype)]
@@ -33,7 +31,7 @@ def problems(operation: str) -> Any:
 
 def cases_named(operation: str, *names: str) -> Any:
     """Parametrise a test by `case`, over these cases."""
-    cases = {case.name: case for case in importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES}
+    cases = {case.name: case for case in operation_module(operation, "cases").CASES}
     return pytest.mark.parametrize("case", [pytest.param(cases[name], id=name) for name in names])
 
 
@@ -64,7 +62,7 @@ def assert_close(got: Any, wanted: Any, tolerance: float, what: str = "") -> Non
 def check_case(name: str, case: Any, dtype: str) -> None:
     """Forward, public result and every gradient, against the reference on the same rounded inputs."""
     operation = get_operation(name)
-    reference = importlib.import_module(f"ejkernel.operations.{name}.reference")
+    reference = operation_module(name, "reference")
     arrays = case_arrays(case, dtype)
     bound = operation.canonicalise(**arrays, **case.options)
     request = Request(operation, bound.call, _target.resolve_target(()), _policy.policy_for_call(name, "xla"))

@@ -14,8 +14,7 @@ from fuzzing import FEW, FLOOR, MANY, check_vmap, mapped_axes
 from hypothesis import strategies as st
 
 import ejkernel
-from ejkernel.call import Request, named
-from ejkernel.call import policy as _policy
+from ejkernel.call import Request, named, policy as _policy
 from ejkernel.masks import MaskInfo
 from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
 from ejkernel.operations.flash_attention import pairs, reference

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fuzzing import FEW, MANY, check_problem, check_vmap, dtypes, mapped_axes, maybe, seeds
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ejkernel.operations.common.pages import INTERLEAVED
 from ejkernel.operations.paged_attention import cases as attention_cases

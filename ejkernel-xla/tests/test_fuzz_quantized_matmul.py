@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fuzzing import FEW, MANY, check_problem, check_vmap, dtypes, mapped_axes, maybe, seeds
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ejkernel.operations.quantized_matmul.cases import packed
 from ejkernel_xla.quantized_matmul.config import QuantizedMatmulConfig

@@ -28,10 +28,8 @@ from ejkernel.operations.block_sparse_attention.interface import (
     as_flash_attention,
 )
 from ejkernel_triton.block_sparse_attention import config, kernel
-from ejkernel_triton.flash_attention import config as flash_config
-from ejkernel_triton.flash_attention import kernel as flash
-from ejkernel_xla.block_sparse_attention import config as xla_config
-from ejkernel_xla.block_sparse_attention import kernel as xla
+from ejkernel_triton.flash_attention import config as flash_config, kernel as flash
+from ejkernel_xla.block_sparse_attention import config as xla_config, kernel as xla
 
 
 class Shape(NamedTuple):

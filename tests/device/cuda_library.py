@@ -30,16 +30,17 @@ import numpy as np
 from row_problems import Prepared, Problem, added, norm, norm_rotary, rotary
 
 from ejkernel.operations.common.tolerance import FORWARD
-from ejkernel.operations.paged_attention import cases as attention_cases
-from ejkernel.operations.paged_attention import reference as attention_reference
+from ejkernel.operations.paged_attention import cases as attention_cases, reference as attention_reference
 from ejkernel.operations.paged_attention.interface import OPERATION as ATTENTION
 from ejkernel.operations.paged_cache_update import cases
 from ejkernel.operations.paged_cache_update.interface import OPERATION as UPDATE
 from ejkernel.plugin import current_target
 from ejkernel.testing.checks import widened
-from ejkernel_cuda.paged_attention import capability as attention_capability
-from ejkernel_cuda.paged_attention import config as attention_config
-from ejkernel_cuda.paged_attention import kernel as attention_kernel
+from ejkernel_cuda.paged_attention import (
+    capability as attention_capability,
+    config as attention_config,
+    kernel as attention_kernel,
+)
 from ejkernel_cuda.paged_cache_update import config, kernel
 
 Row = dict[str, Any]

@@ -38,8 +38,7 @@ from check_gpu import chosen_of, in_float32, versions
 from ejkernel.operations.delta_rule.interface import OPERATION, DeltaRuleInputs, DeltaRuleOutputs
 from ejkernel.plugin import current_target
 from ejkernel_triton.delta_rule import config, kernel
-from ejkernel_xla.delta_rule import config as xla_config
-from ejkernel_xla.delta_rule import kernel as xla
+from ejkernel_xla.delta_rule import config as xla_config, kernel as xla
 
 TOLERANCE = {"forward": 1e-2, "backward": 2e-2}
 

@@ -349,8 +349,7 @@ def time_configs(name: str, problem: Problem, save: Any, every: list[str]) -> bo
 
 def time_jax(name: str, problem: Problem, save: Any) -> None:
     """XLA's own ways: ragged_dot, a product per group, and the platform `xla`."""
-    from ejkernel_xla.grouped_matmul import config as xla_config
-    from ejkernel_xla.grouped_matmul import kernel as xla_kernel
+    from ejkernel_xla.grouped_matmul import config as xla_config, kernel as xla_kernel
 
     call, inputs, grad = problem.build()
     lhs, rhs, sizes = inputs.lhs[0], inputs.rhs[0], inputs.group_sizes[0]

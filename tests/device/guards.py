@@ -30,9 +30,7 @@ from cuda_library import RAGGED, attend, attention_problems, cases, config, few_
 from row_problems import Prepared
 
 from ejkernel.plugin import current_target
-from ejkernel_cuda.flash_attention import capability as flash_capability
-from ejkernel_cuda.flash_attention import config as flash_config
-from ejkernel_cuda.flash_attention import kernel as flash_kernel
+from ejkernel_cuda.flash_attention import capability as flash_capability, config as flash_config, kernel as flash_kernel
 
 GUARD = 1 << 16
 """Bytes of one guard."""

@@ -34,7 +34,7 @@ from check_gpu import knobs
 from delta_rule import Report, samples_of
 
 import ejkernel
-from ejkernel.operations import get_operation
+from ejkernel.operations import get_operation, operation_module
 from ejkernel.plugin import Target, current_target
 from ejkernel.testing.checks import widened
 
@@ -257,7 +257,7 @@ class Small:
     def __init__(self, shape: Any) -> None:
         self.shape = shape
         self.call, self.inputs = bind(shape.small(), 7, ragged=True)
-        reference = importlib.import_module(f"ejkernel.operations.{shape.operation}.reference")
+        reference = operation_module(shape.operation, "reference")
         self.exact = reference.forward(self.call, widened(self.inputs))
         self.kernel = module("triton", shape, "kernel")
 

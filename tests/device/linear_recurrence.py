@@ -36,8 +36,7 @@ from ejkernel.operations.linear_recurrence.interface import OPERATION, LinearRec
 from ejkernel.plugin import current_target
 from ejkernel.testing.shapes import Zeros
 from ejkernel_triton.linear_recurrence import config, kernel
-from ejkernel_xla.linear_recurrence import config as xla_config
-from ejkernel_xla.linear_recurrence import kernel as xla
+from ejkernel_xla.linear_recurrence import config as xla_config, kernel as xla
 
 BANDWIDTH, PRODUCTS = 4.3e12, 790e12
 RATE, DECAYS = 0.05, ("g", "g_gamma", "gk")

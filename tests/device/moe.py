@@ -21,7 +21,7 @@ import numpy as np
 from delta_rule import Report
 from sparse import run, times_of
 
-from ejkernel.operations import get_operation
+from ejkernel.operations import get_operation, operation_module
 from ejkernel.operations.moe_permute.cases import choices
 
 
@@ -138,7 +138,7 @@ class Problem:
     def exact(self, phase: str) -> dict[str, Any]:
         """From the same numbers: the reference in float64 for small problems, XLA in float32 for large ones."""
         if self.name.startswith("numbers") or "--small" in sys.argv:
-            reference = importlib.import_module(f"ejkernel.operations.{self.operation}.reference")
+            reference = operation_module(self.operation, "reference")
             inputs, cotangents = _wide(self.inputs), _wide(self.cotangents)
             found = reference.forward(self.call, inputs)
             if phase == "backward":

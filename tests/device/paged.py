@@ -34,8 +34,7 @@ from ejkernel.operations.paged_cache_update.interface import OPERATION as UPDATE
 from ejkernel.plugin import current_target
 from ejkernel.testing.checks import widened
 from ejkernel_triton.paged_attention import config, kernel
-from ejkernel_triton.paged_cache_update import config as update_config
-from ejkernel_triton.paged_cache_update import kernel as update_kernel
+from ejkernel_triton.paged_cache_update import config as update_config, kernel as update_kernel
 
 BANDWIDTH, PRODUCTS = 4.3e12, 790e12
 HEADS, KEY_HEADS, SIZE = 32, 8, 128

@@ -41,8 +41,7 @@ from ejkernel.plugin import Target, current_target
 from ejkernel.quantization import dequantize
 from ejkernel.testing.checks import widened
 from ejkernel_triton.quantized_matmul import config, kernel
-from ejkernel_xla.quantized_matmul import config as xla_config
-from ejkernel_xla.quantized_matmul import kernel as xla
+from ejkernel_xla.quantized_matmul import config as xla_config, kernel as xla
 
 TOLERANCE = 1e-2
 BEYOND_L2 = 200e6

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.operations import operation_module
 from ejkernel.plugin import current_target
 from ejkernel_xla._vocabulary import VocabularyConfig
 
@@ -158,10 +159,10 @@ class Prepared:
 
     def __init__(self, problem: Problem, dtype: str, seed: int = 0, platform: str = "triton") -> None:
         self.problem = problem
-        self.operation = importlib.import_module(f"ejkernel.operations.{problem.operation}.interface").OPERATION
+        self.operation = operation_module(problem.operation, "interface").OPERATION
         self.kernel = importlib.import_module(f"ejkernel_{platform}.{problem.operation}.kernel")
         self.config = importlib.import_module(f"ejkernel_{platform}.{problem.operation}.config")
-        self.reference = importlib.import_module(f"ejkernel.operations.{problem.operation}.reference")
+        self.reference = operation_module(problem.operation, "reference")
         self.xla = importlib.import_module(f"ejkernel_xla.{problem.operation}.kernel")
         self.xla_config = VocabularyConfig(1, 1) if problem.operation == "cross_entropy" else None  # logits have no tiles
         bound = self.operation.canonicalise(**problem.arrays(seed, dtype), **problem.options)

@@ -36,6 +36,7 @@ import numpy as np
 from as_much import can_move, moved
 from row_problems import TIMED, Prepared, Problem, checked_problems, moved_bytes, norm, textbook
 
+from ejkernel.operations import operation_module
 from ejkernel.plugin import current_target
 
 XLA, TEXTBOOK, TRITON, AS_MUCH = BESIDE = ("our XLA", "textbook jnp", "our Triton", "a copy of as many bytes")
@@ -102,7 +103,7 @@ def check_large(operation: str, rows: Rows, platform: str) -> None:
     kernel = importlib.import_module(f"ejkernel_{platform}.{operation}.kernel")
     config = importlib.import_module(f"ejkernel_{platform}.{operation}.config")
     xla = importlib.import_module(f"ejkernel_xla.{operation}.kernel")
-    interface = importlib.import_module(f"ejkernel.operations.{operation}.interface")
+    interface = operation_module(operation, "interface")
     x = jax.jit(lambda: jax.random.normal(jax.random.key(0), (560_000, 4096), jnp.bfloat16))()
     parameters = [x[0], x[1]] if operation == "layer_norm" else []
 

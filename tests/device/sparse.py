@@ -39,8 +39,7 @@ from ejkernel.operations.native_sparse_attention import reference
 from ejkernel.operations.native_sparse_attention.interface import OPERATION, NativeSparseAttentionOutputs
 from ejkernel.plugin import Target, current_target
 from ejkernel_triton.native_sparse_attention import config, kernel
-from ejkernel_xla.native_sparse_attention import config as xla_config
-from ejkernel_xla.native_sparse_attention import kernel as xla
+from ejkernel_xla.native_sparse_attention import config as xla_config, kernel as xla
 
 TOLERANCE = {"bfloat16": {"forward": 1e-2, "backward": 2e-2}, "float16": {"forward": 2e-3, "backward": 4e-3}}
 TOLERANCE["float32"] = {"forward": 1e-5, "backward": 2e-5}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from ejkernel import operations
 from ejkernel._dispatch.execution import run_backward, run_forward
 from ejkernel.call import Request, has_gradient
 from ejkernel.call.policy import policy_for_call
-from ejkernel.operations import get_operation
+from ejkernel.operations import get_operation, operation_module
 from ejkernel.targets import resolve_target
 
 TOLERANCE = 5e-5
@@ -23,7 +22,7 @@ TOLERANCE = 5e-5
 def cases():
     written = {file.parent.name for file in Path(operations.__file__).parent.glob("*/cases.py")}
     for name in sorted(written & set(operations.OPERATIONS)):
-        known = importlib.import_module(f"ejkernel.operations.{name}.cases").CASES
+        known = operation_module(name, "cases").CASES
         ordinary = (case for case in known if not case.is_benchmark and "extreme" not in case.tags)
         for case in itertools.islice(ordinary, 2):
             yield pytest.param(name, case, id=f"{name}-{case.name}")
@@ -51,7 +50,7 @@ def test_every_operation_is_covered():
 @pytest.mark.parametrize(("name", "case"), [*cases()])
 def test_first_cases(name, case):
     operation = get_operation(name)
-    reference = importlib.import_module(f"ejkernel.operations.{name}.reference")
+    reference = operation_module(name, "reference")
     bound = operation.canonicalise(**jax.tree.map(jax.numpy.asarray, case.arrays(np.random.default_rng(0))), **case.options)
     request = Request(operation, bound.call, resolve_target(()), policy_for_call(name, None)).saving_residuals()
     public = operation.public(request.call)

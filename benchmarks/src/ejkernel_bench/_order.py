@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Iterable
 
 from ejkernel.call.order import Priority, default_priority
+from ejkernel.operations import operation_module
 from ejkernel.plugin import Phase, Target
 from ejkernel.testing.shapes import bound_shapes
 from ejkernel_bench._document import Case, Document
@@ -22,7 +22,7 @@ def priorities(
     target: Target, operation: str, case: str, dtype: str, phase: Phase, names: Iterable[str]
 ) -> dict[str, Priority]:
     """Where implementations, named by their ids, stand for one phase of a named case."""
-    cases = {one.name: one for one in importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES}
+    cases = {one.name: one for one in operation_module(operation, "cases").CASES}
     call = bound_shapes(operation, cases[case], dtype)[1]
     return {name: default_priority(name, operation, call, phase, target) for name in names}
 

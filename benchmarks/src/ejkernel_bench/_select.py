@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import importlib
 from collections.abc import Sequence
 
 from ejkernel.errors import invalid, suggestion
-from ejkernel.operations import OPERATIONS, get_operation
+from ejkernel.operations import OPERATIONS, get_operation, operation_module
 from ejkernel.operations.common.case import Case
 from ejkernel_bench._settings import SIZES, Settings
 
@@ -46,7 +45,7 @@ def select(settings: Settings) -> list[Selected]:
 
 
 def _of_size(operation: str, size: str) -> Sequence[Case]:
-    cases: Sequence[Case] = importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES
+    cases: Sequence[Case] = operation_module(operation, "cases").CASES
     tag = SIZES[size]
     return [case for case in cases if (tag in case.tags if tag else not case.is_benchmark)]
 

@@ -9,240 +9,53 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # what `__getattr__` below finds at run time
     from ejkernel import (
         callib as callib,
-    )
-    from ejkernel import (
         loggings as loggings,
-    )
-    from ejkernel import (
         masks as masks,
-    )
-    from ejkernel import (
         modules as modules,
-    )
-    from ejkernel import (
         ops as ops,
-    )
-    from ejkernel import (
         packing as packing,
-    )
-    from ejkernel import (
         plugin as plugin,
-    )
-    from ejkernel import (
         quantization as quantization,
-    )
-    from ejkernel import (
         testing as testing,
-    )
-    from ejkernel import (
         tuning as tuning,
-    )
-    from ejkernel import (
         types as types,
-    )
-    from ejkernel import (
         typing as typing,
-    )
-    from ejkernel import (
         utils as utils,
-    )
-    from ejkernel import (
         xla_utils as xla_utils,
     )
-    from ejkernel._dispatch.explanation import explain
-    from ejkernel._plugins.export import EXPORT_DISABLED_CHECKS
-    from ejkernel._plugins.registry import Backend, Platform, kernel_registry
-    from ejkernel.call.policy import use
-    from ejkernel.errors import (
-        AnnotationError,
-        EjkernelError,
-        NoConfigError,
-        NoKernelError,
-        NoTunerError,
-        PluginError,
-        TracingError,
+    from ejkernel._dispatch.explanation import (
+        explain as explain,
     )
-    from ejkernel.masks import MaskInfo
+    from ejkernel._plugins.export import (
+        EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS,
+    )
+    from ejkernel._plugins.registry import (
+        Backend as Backend,
+        Platform as Platform,
+        kernel_registry as kernel_registry,
+    )
+    from ejkernel.call.policy import (
+        use as use,
+    )
+    from ejkernel.errors import (
+        AnnotationError as AnnotationError,
+        EjkernelError as EjkernelError,
+        NoConfigError as NoConfigError,
+        NoKernelError as NoKernelError,
+        NoTunerError as NoTunerError,
+        PluginError as PluginError,
+        TracingError as TracingError,
+    )
+    from ejkernel.masks import (
+        MaskInfo as MaskInfo,
+    )
     from ejkernel.modules import *
-    from ejkernel.tuning import autotune, overlay
+    from ejkernel.tuning import (
+        autotune as autotune,
+        overlay as overlay,
+    )
 
 from ejkernel._version import __version__ as __version__
-
-__all__ = [
-    "EXPORT_DISABLED_CHECKS",
-    "MLSTM",
-    "RWKV4",
-    "RWKV6",
-    "RWKV7",
-    "AllGatherMatmul",
-    "AnnotationError",
-    "ApplyNativeSparseAttention",
-    "Attention",
-    "AttentionConfig",
-    "Backend",
-    "BaseOperationConfig",
-    "BlockSparseAttention",
-    "BlockSparseAttentionConfig",
-    "BlockSparseLayout",
-    "CausalConv1d",
-    "ChunkedPrefillPagedDecode",
-    "CrossEntropyOutput",
-    "DecodeAttention",
-    "DeepSeekAttention",
-    "EjkernelError",
-    "Executor",
-    "FlashAttention",
-    "FlashAttentionConfig",
-    "FlashAttnVarlen",
-    "FlashMLA",
-    "FusedAddRmsNorm",
-    "FusedCrossEntropy",
-    "FusedKLDivergence",
-    "FusedQkNormRope",
-    "GLAttention",
-    "GatedDeltaProduct",
-    "GatedDeltaRule",
-    "GatedDeltaRuleConfig",
-    "GatedLinearAttention",
-    "GatedLinearUnit",
-    "GatedRmsNorm",
-    "GroupedMatmul",
-    "GroupedMatmulConfig",
-    "KLDivergenceOutput",
-    "KernelDeltaAttention",
-    "LayerNorm",
-    "LightningAttention",
-    "LlamaRope",
-    "LlamaRotaryEmbedding",
-    "Mamba3",
-    "MaskInfo",
-    "MeanPooling",
-    "MoePermute",
-    "MoePermuteOutput",
-    "MoeRoute",
-    "MoeRouteOutput",
-    "MoeUnpermute",
-    "MultiHeadLatentAttention",
-    "MultiLatentRaggedPageAttention",
-    "MultiLatentRaggedPageAttentionConfig",
-    "MultiLatentRaggedPageAttentionV2",
-    "MultiLatentRaggedPageAttentionV2Config",
-    "NativeSparseAttention",
-    "NoConfigError",
-    "NoKernelError",
-    "NoTunerError",
-    "PageAttention",
-    "PagedCacheUpdate",
-    "Platform",
-    "PluginError",
-    "PrefillPageAttention",
-    "QuantizedMatmul",
-    "RWKV7Mul",
-    "RaggedDecodeAttention",
-    "RaggedGatedDeltaRule",
-    "RaggedPageAttentionv2",
-    "RaggedPageAttentionv2Config",
-    "RaggedPageAttentionv2TurboQuantConfig",
-    "RaggedPageAttentionv3",
-    "RaggedPageAttentionv3Config",
-    "RaggedPageAttentionv3TurboQuantConfig",
-    "RecurrentAttention",
-    "ReduceScatterMatmul",
-    "Retention",
-    "RingAttention",
-    "RingAttentionConfig",
-    "RmsNorm",
-    "Rope",
-    "SampleTokens",
-    "ScaledDotProductAttention",
-    "ScaledDotProductAttentionConfig",
-    "ScaledMatmul",
-    "Softmax",
-    "StateSpaceV1",
-    "StateSpaceV2",
-    "TokenLogprobs",
-    "TracingError",
-    "UnifiedAttention",
-    "UnifiedAttentionConfig",
-    "__version__",
-    "all_gather_matmul",
-    "apply_native_sparse_attention",
-    "attention",
-    "autotune",
-    "block_sparse_layout",
-    "blocksparse_attention",
-    "causal_conv1d",
-    "chunked_prefill_paged_decode",
-    "create_default_executor",
-    "decode_attention",
-    "deepseek_attn",
-    "explain",
-    "flash_attention",
-    "flash_attn_varlen",
-    "flash_mla",
-    "fused_add_rms_norm",
-    "fused_cross_entropy",
-    "fused_kl_divergence",
-    "fused_qk_norm_rope",
-    "gated_delta_product",
-    "gated_delta_rule",
-    "gated_linear_unit",
-    "gated_rms_norm",
-    "gla",
-    "gla_attention",
-    "grouped_matmul",
-    "kernel_delta_attention",
-    "kernel_registry",
-    "layer_norm",
-    "lightning_attention",
-    "lightning_attn",
-    "llama_rope",
-    "mamba3",
-    "mean_pooling",
-    "mlstm",
-    "moe_load_balancing_loss",
-    "moe_permute",
-    "moe_route",
-    "moe_unpermute",
-    "moe_z_loss",
-    "multi_head_latent_attention",
-    "multi_latent_ragged_page_attention",
-    "multi_latent_ragged_page_attention_v2",
-    "native_spare_attention",
-    "native_sparse_attention",
-    "overlay",
-    "page_attention",
-    "paged_cache_update",
-    "prefill_page_attention",
-    "quantized_matmul",
-    "ragged_decode_attention",
-    "ragged_gated_delta_rule",
-    "ragged_page_attention_v2",
-    "ragged_page_attention_v3",
-    "recurrent",
-    "recurrent_attention",
-    "reduce_scatter_matmul",
-    "retention",
-    "ring_attention",
-    "rms_norm",
-    "rope",
-    "rwkv4",
-    "rwkv6",
-    "rwkv7",
-    "rwkv7_mul",
-    "sample_tokens",
-    "scaled_dot_product_attention",
-    "scaled_matmul",
-    "sequence_parallel",
-    "softmax",
-    "state_space_v1",
-    "state_space_v2",
-    "token_logprobs",
-    "unified_attention",
-    "use",
-    "zigzag_shard",
-    "zigzag_unshard",
-]
 
 _SUBMODULES = (
     "callib",
@@ -283,16 +96,20 @@ if not TYPE_CHECKING:  # checkers would take it to define every name, misspelt o
     def __getattr__(name: str) -> Any:
         if name in _SUBMODULES:
             return importlib.import_module(f"ejkernel.{name}")
-        source = _LAZY.get(name)
-        if source is None and not name.startswith("_") and name in importlib.import_module("ejkernel.modules").__all__:
-            source = "ejkernel.modules"
-        if source is None:
+        if name == "__all__":
+            return ["__version__", *_names()]
+        source = importlib.import_module(_LAZY.get(name, "ejkernel.modules"))
+        if name.startswith("_") or name == "FUNCTIONS" or not hasattr(source, name):
             raise AttributeError(f"module 'ejkernel' has no attribute {name!r}")
-        return globals().setdefault(name, getattr(importlib.import_module(source), name))
+        return globals().setdefault(name, getattr(source, name))
+
+
+def _names() -> list[str]:
+    return sorted({*_LAZY, *importlib.import_module("ejkernel.modules").__all__} - {"FUNCTIONS"})
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_SUBMODULES, *importlib.import_module("ejkernel.modules").__all__})
+    return sorted({*globals(), *_SUBMODULES, *_names()})
 
 
 def _discover() -> None:

@@ -9,13 +9,13 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ejkernel._plugins.catalog import FUNCTIONS
+from ejkernel._plugins.catalog import functions_in
 from ejkernel.errors import warn
 from ejkernel.plugin import resolve
 from ejkernel.utils.former_paths import FormerModule, former_module, same_names
 
 FOLDERS: Mapping[str, Mapping[str, str]] = {
-    **{name: {name: name} for name in FUNCTIONS},
+    **{name: {name: name} for name in functions_in("ejkernel.modules")},
     "flash_attn": {"flash_attention": "flash_attention"},
     "gla": {"gla": "gla", "recurrent_gla": "gla"},
     "grouped_matmulv2": {"grouped_matmulv2": "grouped_matmul"},

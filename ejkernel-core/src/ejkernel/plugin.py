@@ -22,10 +22,13 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "FALLBACK",
     "FIRST_PARTY",
+    "FIRST_PARTY_PACKS",
+    "OPERATIONS_GROUP",
     "SUPPORTED_API_LEVELS",
     "ConfigSpace",
     "Hooks",
     "Implementation",
+    "OperationPack",
     "Phase",
     "Plugin",
     "Quarantine",
@@ -49,6 +52,11 @@ FIRST_PARTY: Mapping[str, str] = MappingProxyType(
     {"xla": "ejkernel-xla", "triton": "ejkernel-triton", "pallas": "ejkernel-pallas", "cuda": "ejkernel-cuda"}
 )
 """Platform names that are reserved, and the distribution that owns each."""
+
+OPERATIONS_GROUP = "ejkernel.operations"
+
+FIRST_PARTY_PACKS: Mapping[str, str] = MappingProxyType({"core": "ejkernel-core"})
+"""Names of packs of operations that are reserved, and the distribution that owns each."""
 
 FALLBACK = "xla"
 """The platform that implements every operation on every device."""
@@ -151,6 +159,26 @@ class Plugin:
 
 
 @dataclasses.dataclass(frozen=True)
+class OperationPack:
+    """Operations that a distribution brings: what the module that its entry point of `ejkernel.operations` names answers from
+    `ejkernel_operations`.
+
+    Attributes:
+        name: equals the name of the entry point.
+        api_level: the `API_LEVEL` it was written against.
+        operations: the package whose folders are the operations, e.g. `"acme.operations"`. Each holds `interface.py` with
+            `OPERATION`, `reference.py`, `cases.py`, and `order.py` where something was measured.
+        functions: the module, or the package of modules, that defines the public functions: each is listed in `__all__` and
+            decorated with `@public()`. Empty for none.
+    """
+
+    name: str
+    api_level: int
+    operations: str
+    functions: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Quarantine:
     """Configs of one implementation that are known to fail or to give wrong numbers, and where: no tier but a user's own `cfg=`
     or overlay chooses them. All conditions must hold; one that is left out holds always.
@@ -184,6 +212,10 @@ class Hooks:
     @hookspec
     def ejkernel_plugin(self) -> Plugin:  # pyright: ignore[reportReturnType]
         """Describe the plugin. Required; imports nothing heavy."""
+
+    @hookspec
+    def ejkernel_operations(self) -> OperationPack:  # pyright: ignore[reportReturnType]
+        """Describe a pack of operations. Required of what an entry point of `ejkernel.operations` names; imports nothing heavy."""
 
     @hookspec
     def ejkernel_tuned_configs(self) -> Sequence[str]:  # pyright: ignore[reportReturnType]

@@ -15,8 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, PartitionSpec
-from jax.sharding import Mesh as _Mesh
+from jax.sharding import AbstractMesh, Mesh as _Mesh, PartitionSpec
 from jax.typing import DTypeLike as DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Float64, Int32, Integer, Key, Num, Shaped, UInt32
 

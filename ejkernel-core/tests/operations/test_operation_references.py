@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import pytest
 
 from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel.call import has_gradient, named, parse_dims
-from ejkernel.operations import get_operation
+from ejkernel.operations import get_operation, operation_module
 
 ATTENTION = ("flash_attention", "block_sparse_attention")
 """Their reference is checked in a module of its own."""
@@ -21,7 +20,7 @@ NAMES = tuple(name for name in OPERATIONS if name not in ATTENTION)
 
 
 def _problems() -> list[Any]:
-    cases = [(name, case) for name in NAMES for case in importlib.import_module(f"ejkernel.operations.{name}.cases").CASES]
+    cases = [(name, case) for name in NAMES for case in operation_module(name, "cases").CASES]
     finite = [(name, case) for name, case in cases if not case.is_benchmark and "nan" not in case.tags]
     return [pytest.param(name, case, id=f"{name}-{case.name}") for name, case in finite]
 
@@ -53,7 +52,7 @@ def _check_dimensions(operation: Any, call: Any, arrays: dict[str, Any]) -> None
 @pytest.mark.parametrize(("name", "case"), _problems())
 def test_backward_is_the_derivative_of_forward(name: str, case: Any) -> None:
     operation = get_operation(name)
-    reference = importlib.import_module(f"ejkernel.operations.{name}.reference")
+    reference = operation_module(name, "reference")
     rng = np.random.default_rng(0)
     bound = operation.canonicalise(**case.arrays(rng), **case.options)
     call = dataclasses.replace(bound.call, save_residuals=True)

@@ -29,9 +29,7 @@ from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttent
 from ejkernel.operations.flash_attention.pairs import count_pairs
 from ejkernel.plugin import current_target
 from ejkernel_pallas.mosaic_gpu.flash_attention import capability, config, kernel
-from ejkernel_xla.flash_attention import backward as xla_backward
-from ejkernel_xla.flash_attention import config as xla_config
-from ejkernel_xla.flash_attention import forward as xla_forward
+from ejkernel_xla.flash_attention import backward as xla_backward, config as xla_config, forward as xla_forward
 
 BEGIN = time.monotonic()
 LIMIT = 1e-2

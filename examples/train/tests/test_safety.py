@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_train import __main__ as command
-from ejkernel_train import checkpoint, data, finite, report
+from ejkernel_train import __main__ as command, checkpoint, data, finite, report
 from ejkernel_train.checkpoint import SEAL, Checkpoints, DamagedError
 from ejkernel_train.config import TrainConfig
 from ejkernel_train.model import Model

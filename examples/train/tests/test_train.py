@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_train import __main__ as command
-from ejkernel_train import cost, data, float8, plain, report
+from ejkernel_train import __main__ as command, cost, data, float8, plain, report
 from ejkernel_train.checkpoint import Checkpoints
 from ejkernel_train.config import DEFAULTS, MODELS, TrainConfig
 from ejkernel_train.step import initialise

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from ejkernel._plugins.catalog import is_stranger
 from ejkernel._plugins.containment import contained, imported, raised
 from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.registry import kernel_registry
@@ -100,13 +101,14 @@ def _judge(request: Request, candidate: Candidate, wanted: tuple[str, ...]) -> V
     """Whether a candidate may run; its place among the others is for `_in_order` to say."""
     implementation, policy = candidate.implementation, request.policy
     asked_for = _matches(candidate, wanted)
+    stranger = is_stranger(candidate)
     forbidden = candidate.platform in policy.forbid or candidate.id in policy.forbid
     reasons: list[str] = []
     verdict = "available"
     if not {"any", request.target.backend} & {*implementation.backends}:
         reasons.append(f"runs on {'/'.join(implementation.backends)}, the target is {request.target.backend}")
         verdict = "refused"
-    elif implementation.supports is not None and (candidate.origin != "third-party" or (asked_for and not forbidden)):
+    elif implementation.supports is not None and (not stranger or (asked_for and not forbidden)):
         # A third party's code is not run before somebody asks for it: it may be slow, or do worse.
         reason, verdict = _ask_supports(request, candidate)
         reasons += [reason] if reason else []
@@ -125,7 +127,7 @@ def _judge(request: Request, candidate: Candidate, wanted: tuple[str, ...]) -> V
     if forbidden:
         reasons.append("forbidden by use(...) or EJKERNEL_FORBID")
         verdict = "forbidden"
-    if verdict == "available" and candidate.origin == "third-party" and not asked_for:
+    if verdict == "available" and stranger and not asked_for:
         reasons.append(f"third party: ask for platform={candidate.platform!r}")
         verdict = "opt-in"
     return Verdict(candidate, verdict, tuple(reasons))

@@ -179,7 +179,8 @@ def _key(request: Request, chosen: Candidate, phase: Phase, config: Any, arrays:
     if not isinstance(target, str) or not findable("flatbuffers"):
         return None
     own = _lowered_from(chosen)
-    sources = [digest(name.partition(".")[0]) for name in (__name__, target.partition(":")[0])]
+    modules = (__name__, type(request.operation).__module__, target.partition(":")[0])
+    sources = [digest(package) for package in dict.fromkeys(module.partition(".")[0] for module in modules)]
     if own is None or None in sources:
         return None
     try:

@@ -94,11 +94,14 @@ _INSTEAD: Mapping[str, str] = {
 }
 """What to do where nothing in the signature fits."""
 
+DISPATCHES = "dispatches"
+"""Attribute of a public function: whether platforms implement it."""
+
 REFUSED = "refused_keywords"
 """Attribute of a function: keywords of its signature that it only has to refuse them."""
 
 
-def public(*formerly_positional: str) -> Callable[[Function], Function]:
+def public(*formerly_positional: str, dispatches: bool = True) -> Callable[[Function], Function]:
     """Make a function public: keywords that it does not have are refused with the name of the one that is meant, and NumPy
     integers that JAX would wrap are narrowed.
 
@@ -106,6 +109,7 @@ def public(*formerly_positional: str) -> Callable[[Function], Function]:
 
     Args:
         formerly_positional: keyword-only arguments that callers of older versions pass by position, in that order.
+        dispatches: whether platforms implement it; the catalog of operations reads this where it stands in the source.
     """
 
     def decorate(function: Function) -> Function:
@@ -137,6 +141,7 @@ def public(*formerly_positional: str) -> Callable[[Function], Function]:
                     raise refused from error
                 raise
 
+        setattr(call, DISPATCHES, dispatches)
         return call  # pyright: ignore[reportReturnType]
 
     return decorate

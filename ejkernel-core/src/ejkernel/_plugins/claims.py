@@ -12,18 +12,18 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, cast
 
 import importlib_metadata
 from importlib_metadata import Distribution
 
-from ejkernel._plugins import identity as _identities
-from ejkernel._plugins import requirements as _requirements
-from ejkernel._plugins.records import PluginRecord, State
-from ejkernel.plugin import ENTRY_POINT_GROUP, FIRST_PARTY
+from ejkernel._plugins import identity as _identities, requirements as _requirements
+from ejkernel._plugins.records import OWNERS, PluginRecord, State
+from ejkernel.plugin import ENTRY_POINT_GROUP, OPERATIONS_GROUP
 
 GROUP_OF_COMMANDS = "ejkernel.commands"
+_GROUPS = (ENTRY_POINT_GROUP, OPERATIONS_GROUP, GROUP_OF_COMMANDS)
 
 
 class _Copy(NamedTuple):
@@ -38,25 +38,30 @@ def installed_distributions(**options: str) -> Iterator[Distribution]:
     return cast("Iterator[Distribution]", iter(importlib_metadata.distributions(**options)))
 
 
-def claims_of(group: str) -> Iterator[PluginRecord]:
+def entry_points_files() -> tuple[tuple[Distribution, str], ...]:
+    """Every installed distribution that has entry points, with the text of the file."""
+    found = ((distribution, metadata_file(distribution, "entry_points.txt")) for distribution in installed_distributions())
+    return tuple((distribution, text) for distribution, text in found if text)
+
+
+def claims_of(group: str, files: Iterable[tuple[Distribution, str]] | None = None) -> Iterator[PluginRecord]:
     """A blank record per entry point of a group; of several copies of a distribution on the path only the first counts.
 
-    What cannot be taken at its word is marked so: it has no name, a copy of another version lies in the same folder, or it bears a
-    name of ours and is another's.
+    `files` is what `entry_points_files` found, where that is known already. What cannot be taken at its word is marked so: it has
+    no name, a copy of another version lies in the same folder, or it bears a name of ours and is another's.
     """
     seen: dict[str, _Copy] = {}
-    for distribution in installed_distributions():
-        text = metadata_file(distribution, "entry_points.txt")
+    for distribution, text in entry_points_files() if files is None else files:
         if not _mentions(group, text):
             continue
         name, version = _identity(distribution)
         if name is None:
             remains = _folder_name(distribution)
-            blank = PluginRecord(remains, remains, "", "", "ok")
+            blank = PluginRecord(remains, remains, "", "", "ok", group=group)
             yield ended(blank, "broken", "its METADATA is missing or names no distribution; reinstall it, or delete the folder")
             continue
         key, copy = _requirements.canonical(name), _Copy(str(distribution.locate_file("")), version)
-        blank, ours = PluginRecord(name, name, version, "", "ok"), key in FIRST_PARTY.values()
+        blank, ours = PluginRecord(name, name, version, "", "ok", group=group), key in OWNERS.get(group, {}).values()
         # Of ours, whichever is genuine counts, as an earlier one may be another's.
         earlier = seen.get(key) or (None if ours else _first_copy(name))
         if earlier is not None and earlier != copy:
@@ -79,7 +84,7 @@ def _mentions(group: str, text: str) -> bool:
     """Whether a file has entry points of a group, or would have them if it were whole and the group's name spelt right."""
     heads = _heads(text)
     names = [head.strip("\ufeff\ufffd[] \t").lower() for head in heads]
-    others = {ENTRY_POINT_GROUP, GROUP_OF_COMMANDS} - {group}
+    others = {*_GROUPS} - {group}
     if any(name == group or (name not in others and difflib.get_close_matches(name, [group], cutoff=0.9)) for name in names):
         return True
     return bool(heads) and not heads[-1].endswith("]") and names[-1].startswith("ejkernel.") and group.startswith(names[-1])

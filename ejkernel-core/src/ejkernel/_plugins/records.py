@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from ejkernel._plugins.requirements import canonical
-from ejkernel.plugin import FIRST_PARTY, Implementation, Plugin, Quarantine
+from ejkernel.plugin import (
+    ENTRY_POINT_GROUP,
+    FIRST_PARTY,
+    FIRST_PARTY_PACKS,
+    OPERATIONS_GROUP,
+    Implementation,
+    OperationPack,
+    Plugin,
+    Quarantine,
+)
+
+OWNERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {ENTRY_POINT_GROUP: FIRST_PARTY, OPERATIONS_GROUP: FIRST_PARTY_PACKS}
+)
+"""Group of entry points -> names in it that are reserved -> the distribution that owns each."""
 
 PLUGIN_IMPORT_BUDGET = 0.005
 """Seconds that importing a plugin's plugin module may take; `ejkernel doctor` remarks on those that take more."""
@@ -22,14 +38,17 @@ class PluginRecord:
     """One entry point and its state.
 
     Attributes:
-        name: platform id, the entry point's name.
+        name: the entry point's name: of a platform, or of a pack of operations.
         distribution: the distribution that ships it.
         version: that distribution's version.
         value: the module that the entry point names.
         state: what became of it.
         reason: why it is not `ok`, in the user's words.
         traceback: of the exception that broke it, if any.
-        plugin: its description when one could be had.
+        group: of the entry point.
+        plugin: the description of a platform, when one could be had.
+        pack: the description of a pack of operations, when one could be had.
+        operations: the names of its operations.
         tables: paths of the tuning tables that it ships.
         quarantine: which of its configs must not be chosen.
         module: the plugin module, for further hooks.
@@ -44,7 +63,10 @@ class PluginRecord:
     state: State
     reason: str = ""
     traceback: str = ""
+    group: str = ENTRY_POINT_GROUP
     plugin: Plugin | None = None
+    pack: OperationPack | None = None
+    operations: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
     quarantine: tuple[Quarantine, ...] = ()
     module: Any = None
@@ -62,11 +84,19 @@ class PluginRecord:
 
     @property
     def first_party(self) -> bool:
-        return FIRST_PARTY.get(self.name) == canonical(self.distribution)
+        return OWNERS.get(self.group, {}).get(self.name) == canonical(self.distribution)
+
+    @property
+    def who(self) -> str:
+        """In the user's words."""
+        kind = "pack of operations" if self.group == OPERATIONS_GROUP else "plugin"
+        return f"ejkernel {kind} {self.name!r} ({f'{self.distribution} {self.version}'.strip()})"
 
     def to_dict(self) -> dict[str, Any]:
         fields = ("name", "distribution", "version", "value", "state", "reason", "traceback", "seconds", "slow")
-        lists = {"tables": [*self.tables], "heavy": [*self.heavy]}
+        lists: dict[str, Any] = {"tables": [*self.tables], "heavy": [*self.heavy]}
+        if self.group == OPERATIONS_GROUP:
+            lists = {"operations": [*self.operations], "heavy": [*self.heavy]}
         return {**{field: getattr(self, field) for field in fields}, **lists, "first_party": self.first_party}
 
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ejkernel._plugins import requirements as _requirements
-from ejkernel.plugin import API_LEVEL, SUPPORTED_API_LEVELS, ConfigSpace, Implementation, Plugin, Quarantine
+from ejkernel.plugin import API_LEVEL, SUPPORTED_API_LEVELS, ConfigSpace, Implementation, OperationPack, Plugin, Quarantine
 
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _PLATFORM = re.compile(r"[a-z][a-z0-9_-]*")
 _VARIANT = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _BACKENDS = ("any", "cpu", "gpu", "tpu")
@@ -36,6 +37,29 @@ def plugin(answer: Any, name: str) -> str | None:
     if not isinstance(answer.api_level, int) or isinstance(answer.api_level, bool):
         return f"api_level: got {answer.api_level!r}, expected an int such as {API_LEVEL}"
     return None
+
+
+def pack(answer: Any, name: str) -> str | None:
+    """The answer of `ejkernel_operations`."""
+    if not isinstance(answer, OperationPack):
+        return f"ejkernel_operations() returned {type(answer).__name__}, expected ejkernel.plugin.OperationPack"
+    if answer.name != name:
+        return f"it calls itself {answer.name!r}, and its entry point says {name!r}"
+    if not isinstance(answer.api_level, int) or isinstance(answer.api_level, bool):
+        return f"api_level: got {answer.api_level!r}, expected an int such as {API_LEVEL}"
+    for field in ("operations", "functions"):
+        value = getattr(answer, field)
+        if not isinstance(value, str) or not (_MODULE.fullmatch(value) or (field == "functions" and not value)):
+            return f"{field}: got {value!r}, expected the name of a package such as 'acme.operations'"
+    return None
+
+
+def names_of_pack(answer: OperationPack, operations: Sequence[str], functions: Sequence[str]) -> str | None:
+    """What it brings: at least one operation, each by a name that users can write."""
+    if not operations:
+        return f"operations: {answer.operations!r} has no folder with an interface.py"
+    wrong = [name for name in (*operations, *functions) if not name.isidentifier() or name.startswith("_")]
+    return f"it brings {wrong[0]!r}, expected a public name" if wrong else None
 
 
 def api_level(level: int, distribution: str) -> str | None:
@@ -99,9 +123,8 @@ def _kept(record: Implementation) -> str | None:
 
 def _accepted(record: Implementation) -> str | None:
     """Which optional fields of a call it honours; whether there are such fields is for the conformance suite to find out."""
-    for field in ("accepts", "without"):
-        names = getattr(record, field)
-        if not (names is None and field == "accepts") and not (_is_strings(names) and all(map(str.isidentifier, names))):
+    for field, names in (("accepts", record.accepts or ()), ("without", record.without)):
+        if not _is_strings(names) or not all(name.isidentifier() for name in names):
             return f"{field}: got {names!r}, expected a tuple of names of the call's fields"
     if record.contract < 1:
         return f"contract: got {record.contract}, expected the number of a revision, from 1"

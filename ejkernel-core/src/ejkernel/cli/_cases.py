@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ejkernel.errors import invalid, suggestion
-from ejkernel.operations import get_operation
+from ejkernel.operations import get_operation, operation_module
 from ejkernel.operations.common.case import Case
 from ejkernel.testing.problem import DTYPES
 from ejkernel.testing.shapes import shapes_of
@@ -21,7 +20,7 @@ def cases_of(operation: str) -> dict[str, Case]:
         ValueError: there is no such operation.
     """
     get_operation(operation)
-    return {known.name: known for known in importlib.import_module(f"ejkernel.operations.{operation}.cases").CASES}
+    return {known.name: known for known in operation_module(operation, "cases").CASES}
 
 
 def matching_cases(operation: str, patterns: Sequence[str]) -> list[Case]:

@@ -12,6 +12,7 @@ import importlib_metadata
 from packaging.utils import canonicalize_name
 
 from ejkernel._dispatch.log import logged_topics
+from ejkernel._plugins import catalog
 from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel._plugins.records import PLUGIN_IMPORT_PATIENCE, PluginRecord
 from ejkernel._plugins.registry import kernel_registry
@@ -50,6 +51,7 @@ def diagnose(commands: Sequence[Command], timeout: float = _probes.TIMEOUT) -> d
         report: dict[str, Any] = {
             "versions": installed_versions(records),
             "plugins": [record.to_dict() for record in records],
+            "packs": [record.to_dict() for record in catalog.packs()],
             "registered": registrations(),
             "commands": [_examined(command).to_dict() for command in commands],
             "settings": [setting.to_dict() for setting in read_settings()],
@@ -155,8 +157,9 @@ def cache_state() -> dict[str, Any]:
 
 def _plugin_problems(report: dict[str, Any]) -> list[dict[str, str]]:
     return [
-        _problem(f"plugin {p['name']} ({p['distribution']} {p['version']}) is {p['state']}: {p['reason']}", _plugin_remedy(p))
-        for p in report["plugins"]
+        _problem(f"{kind} {p['name']} ({p['distribution']} {p['version']}) is {p['state']}: {p['reason']}", _plugin_remedy(p))
+        for kind, found in (("plugin", report["plugins"]), ("pack of operations", report["packs"]))
+        for p in found
         if p["state"] not in ("ok", "disabled")
     ]
 
@@ -166,7 +169,7 @@ def _plugin_remedy(plugin: dict[str, Any]) -> str:
     return {
         "missing requirement": f"install what is missing, or pip uninstall {distribution}",
         "incompatible": f"pip install --upgrade {distribution} {OURS}",
-        "conflict": "uninstall all but one of the distributions that claim this name",
+        "conflict": "uninstall all but one of the distributions that claim the same name",
     }.get(plugin["state"], f"see `ejkernel doctor --verbose`; pip install --force-reinstall {distribution}")
 
 

@@ -50,6 +50,16 @@ def _render(report: dict[str, Any], verbose: bool) -> None:
         for p in report["plugins"]
     ]
     section("Plugins", ("plugin", "state", "from", "remarks"), plugins)
+    packs = [
+        (
+            p["name"],
+            verdict(p["state"]),
+            f"{p['distribution']} {p['version']}",
+            p["reason"] or f"{len(p['operations'])} operations",
+        )
+        for p in report["packs"]
+    ]
+    section("Packs of operations", ("pack", "state", "from", "remarks"), packs)
     if report["registered"]:
         registered = [(r["implementation"], f"{r['operation']} {r['phase']}", r["code"]) for r in report["registered"]]
         section("Registered at run time", ("implementation", "of", "code"), registered)
@@ -59,7 +69,7 @@ def _render(report: dict[str, Any], verbose: bool) -> None:
         ]
         section("Commands of other distributions", ("command", "state", "from", "reason"), commands)
     if verbose:
-        _print_tracebacks(screen, [*report["plugins"], *report["commands"]])
+        _print_tracebacks(screen, [*report["plugins"], *report["packs"], *report["commands"]])
     settings = [(s["name"], _shown(s), s["source"], *([s["meaning"]] if verbose else [])) for s in report["settings"]]
     columns = ("setting", "value", "source", "meaning") if verbose else ("setting", "value", "source")
     screen.print(table(columns, settings, title="Settings", wrap=("value", "meaning")))

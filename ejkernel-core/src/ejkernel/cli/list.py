@@ -64,6 +64,7 @@ def _lines(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def _collect(operation: str | None, platform: str | None) -> dict[str, Any]:
+    from ejkernel._plugins import catalog
     from ejkernel._plugins.registry import kernel_registry
     from ejkernel.errors import invalid, suggestion
 
@@ -81,11 +82,14 @@ def _collect(operation: str | None, platform: str | None) -> dict[str, Any]:
         ]
         if found or platform is None:
             operations.append({"operation": name, "implementations": found})
-    unusable = [record.to_dict() for record in kernel_registry.records if not record.ok and platform in (None, record.name)]
+    found = (*kernel_registry.records, *catalog.packs())
+    unusable = [record.to_dict() for record in found if not record.ok and platform in (None, record.name)]
     return {"operations": operations, "unusable_plugins": unusable}
 
 
 def _row(candidate: Any) -> dict[str, Any]:
+    from ejkernel._plugins.catalog import is_stranger
+
     implementation = candidate.implementation
     return {
         "implementation": candidate.id,
@@ -94,5 +98,5 @@ def _row(candidate: Any) -> dict[str, Any]:
         "distribution": candidate.distribution,
         "version": candidate.version,
         "origin": candidate.origin,
-        "state": "opt-in" if candidate.origin == "third-party" else "ok",
+        "state": "opt-in" if is_stranger(candidate) else "ok",
     }

@@ -16,8 +16,7 @@ from ejkernel._plugins.registry import kernel_registry
 from ejkernel.call.arrays import with_known_sizes
 from ejkernel.call.policy import Policy
 from ejkernel.call.request import Request
-from ejkernel.configs import memory as _memory
-from ejkernel.configs import tables as _tables
+from ejkernel.configs import memory as _memory, tables as _tables
 from ejkernel.configs.entry import Entry
 from ejkernel.configs.heuristic import from_heuristic, legal_configs
 from ejkernel.configs.key import Key

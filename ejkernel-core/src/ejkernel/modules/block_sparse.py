@@ -26,6 +26,8 @@ from ejkernel.operations.block_sparse_attention.layout import (
 from ejkernel.operations.flash_attention.bind import as_flag
 from ejkernel.utils.checks import check_array
 
+__all__ = ["BlockSparseAttention", "BlockSparseLayout", "block_sparse_layout", "blocksparse_attention"]
+
 _POSITIONAL = ("query", "key", "value", "softmax_aux", "bias")
 
 

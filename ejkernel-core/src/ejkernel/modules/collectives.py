@@ -7,8 +7,10 @@ from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.collective_matmul import all_gather, invoke, reduce_scatter
 from ejkernel.modules._class_api import class_form
 
+__all__ = ["AllGatherMatmul", "ReduceScatterMatmul", "all_gather_matmul", "reduce_scatter_matmul"]
 
-@public()
+
+@public(dispatches=False)
 def all_gather_matmul(
     x: t.ShardedRows,
     y: t.ShardedMatrix,
@@ -52,7 +54,7 @@ def all_gather_matmul(
     return invoke(all_gather, x, y, axis_name, options, tp_size, mesh, in_specs, out_specs)
 
 
-@public()
+@public(dispatches=False)
 def reduce_scatter_matmul(
     x: t.ShardedRows,
     y: t.ShardedMatrix,

@@ -19,6 +19,8 @@ from ejkernel.modules._options import LightningOptions, ShardedRecurrenceOptions
 from ejkernel.operations.linear_recurrence.forms import dims_of, recurrence
 from ejkernel.utils.tracing import is_traced, refuse_traced, traced_count
 
+__all__ = ["LightningAttention", "Retention", "lightning_attention", "lightning_attn", "retention"]
+
 
 @overload
 def lightning_attention(

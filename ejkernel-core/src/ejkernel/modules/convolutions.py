@@ -10,6 +10,8 @@ from ejkernel.errors import argument_names
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.causal_conv1d.interface import OPERATION as _CAUSAL_CONV1D
 
+__all__ = ["CausalConv1d", "causal_conv1d"]
+
 
 @overload
 def causal_conv1d(

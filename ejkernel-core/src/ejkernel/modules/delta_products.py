@@ -15,6 +15,8 @@ from ejkernel.modules._options import DeltaProductOptions
 from ejkernel.operations.delta_rule.forms import chunked_by, dims_of, product
 from ejkernel.utils.checks import check_given
 
+__all__ = ["GatedDeltaProduct", "gated_delta_product"]
+
 
 @overload
 def gated_delta_product(

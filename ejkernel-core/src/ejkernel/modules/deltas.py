@@ -14,6 +14,19 @@ from ejkernel.operations.delta_rule.forms import by_removal, check_starts, chunk
 from ejkernel.operations.delta_rule.interface import OPERATION as _DELTA_RULE
 from ejkernel.utils.checks import check_array, check_compute, check_given, check_shape
 
+__all__ = [
+    "RWKV7",
+    "GatedDeltaRule",
+    "KernelDeltaAttention",
+    "RWKV7Mul",
+    "RaggedGatedDeltaRule",
+    "gated_delta_rule",
+    "kernel_delta_attention",
+    "ragged_gated_delta_rule",
+    "rwkv7",
+    "rwkv7_mul",
+]
+
 
 @overload
 def gated_delta_rule(

@@ -26,6 +26,8 @@ from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.kl_divergence.interface import OPERATION as _KL_DIVERGENCE
 
+__all__ = ["FusedKLDivergence", "KLDivergenceOutput", "fused_kl_divergence"]
+
 _ARRAYS = (
     "student_logits",
     "teacher_logits",

@@ -19,6 +19,8 @@ from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_AT
 from ejkernel.operations.flash_attention.unbatched import unbatched
 from ejkernel.utils.checks import check_array
 
+__all__ = ["ScaledDotProductAttention", "scaled_dot_product_attention"]
+
 _IMPLEMENTATIONS = {"xla": "xla", "cudnn": "cuda.cudnn"}
 """JAX's words, and ours."""
 

@@ -7,6 +7,8 @@ from ejkernel._pipeline.arguments import public
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.gated_linear_unit.interface import OPERATION as _GATED_LINEAR_UNIT
 
+__all__ = ["GatedLinearUnit", "gated_linear_unit"]
+
 
 @public()
 def gated_linear_unit(

@@ -22,6 +22,8 @@ from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_AT
 from ejkernel.utils.checks import check_array, check_compute, check_shape
 from ejkernel.utils.dtypes import accumulator, common_dtype
 
+__all__ = ["FlashMLA", "MultiHeadLatentAttention", "flash_mla", "multi_head_latent_attention"]
+
 
 @public("b_q", "b_k", "cu_seqlens")
 def flash_mla(

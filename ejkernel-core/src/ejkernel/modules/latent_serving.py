@@ -19,6 +19,13 @@ from ejkernel.operations.paged_attention import forms as _paged
 from ejkernel.operations.paged_cache_update.interface import OPERATION as _PAGED_CACHE_UPDATE
 from ejkernel.utils.checks import check_array, check_compute, check_shape
 
+__all__ = [
+    "MultiLatentRaggedPageAttention",
+    "MultiLatentRaggedPageAttentionV2",
+    "multi_latent_ragged_page_attention",
+    "multi_latent_ragged_page_attention_v2",
+]
+
 _LANES = 128
 
 

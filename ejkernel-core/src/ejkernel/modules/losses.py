@@ -29,8 +29,7 @@ from ejkernel.compositions.vocabulary_parallel import (
 )
 from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_form
-from ejkernel.operations.cross_entropy.interface import IGNORED
-from ejkernel.operations.cross_entropy.interface import OPERATION as _CROSS_ENTROPY
+from ejkernel.operations.cross_entropy.interface import IGNORED, OPERATION as _CROSS_ENTROPY
 from ejkernel.operations.flash_attention.bind import as_count, as_flag, as_precision, as_soft_cap
 from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.operations.linear_cross_entropy.interface import OPERATION as _LINEAR_CROSS_ENTROPY
@@ -38,6 +37,8 @@ from ejkernel.utils.checks import check_array, check_compute, check_shape, finit
 from ejkernel.utils.dtypes import common_dtype, multiplied
 from ejkernel.utils.integers import as_int32
 from ejkernel.utils.tracing import is_traced, refuse_traced, traced_number
+
+__all__ = ["CrossEntropyOutput", "FusedCrossEntropy", "TokenLogprobs", "fused_cross_entropy", "token_logprobs"]
 
 _ARRAYS = ("logits", "targets", "weights", "hidden", "lm_head_weight", "lm_head_bias", "attention_mask", "class_weights")
 _LOGPROB_ARRAYS = ("hidden", "lm_head_weight", "targets", "logits", "lm_head_bias", "attention_mask")

@@ -28,6 +28,8 @@ from ejkernel.operations.flash_attention.bind import as_flag
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
 from ejkernel.utils.checks import check_compute, check_given, check_shape
 
+__all__ = ["Mamba3", "mamba3"]
+
 
 @public()
 def mamba3(

@@ -12,6 +12,8 @@ from ejkernel.operations.grouped_matmul.interface import OPERATION as _GROUPED_M
 from ejkernel.operations.quantized_matmul.interface import OPERATION as _QUANTIZED_MATMUL
 from ejkernel.operations.scaled_matmul.interface import OPERATION as _SCALED_MATMUL
 
+__all__ = ["GroupedMatmul", "QuantizedMatmul", "ScaledMatmul", "grouped_matmul", "quantized_matmul", "scaled_matmul"]
+
 _TPU_PATHS = ("hybrid", "packed", "predecode")
 
 

@@ -11,13 +11,24 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
-from ejkernel.operations.moe_permute.interface import OPERATION as _MOE_PERMUTE
-from ejkernel.operations.moe_permute.interface import check_choices
-from ejkernel.operations.moe_route.interface import OPERATION as _MOE_ROUTE
-from ejkernel.operations.moe_route.interface import SCORINGS
+from ejkernel.operations.moe_permute.interface import OPERATION as _MOE_PERMUTE, check_choices
+from ejkernel.operations.moe_route.interface import OPERATION as _MOE_ROUTE, SCORINGS
 from ejkernel.operations.moe_unpermute.interface import OPERATION as _MOE_UNPERMUTE
 from ejkernel.utils.checks import check_compute, check_shape
 from ejkernel.utils.dtypes import accumulator
+
+__all__ = [
+    "MoePermute",
+    "MoePermuteOutput",
+    "MoeRoute",
+    "MoeRouteOutput",
+    "MoeUnpermute",
+    "moe_load_balancing_loss",
+    "moe_permute",
+    "moe_route",
+    "moe_unpermute",
+    "moe_z_loss",
+]
 
 
 class MoeRouteOutput(NamedTuple):
@@ -159,7 +170,7 @@ def moe_unpermute(
     return _MOE_UNPERMUTE.invoke(arrays, {}, platform=platform, cfg=cfg)
 
 
-@public()
+@public(dispatches=False)
 def moe_load_balancing_loss(
     logits: t.RouterLogits,
     experts: t.ChoicesGiven,
@@ -202,7 +213,7 @@ def moe_load_balancing_loss(
     return wide.shape[1] * jnp.sum(frequency * probability)
 
 
-@public()
+@public(dispatches=False)
 def moe_z_loss(logits: t.RouterLogits, *, where: t.TokenWhere | None = None) -> t.Loss:
     """The mean over tokens of `(log sum_e exp(logits_e))^2`, which keeps logits small. Tokens count as in
     `moe_load_balancing_loss`.

@@ -20,6 +20,17 @@ from ejkernel.operations.layer_norm.interface import OPERATION as _LAYER_NORM
 from ejkernel.operations.rms_norm.interface import OPERATION as _RMS_NORM
 from ejkernel.utils.checks import check_compute, check_shape
 
+__all__ = [
+    "FusedAddRmsNorm",
+    "GatedRmsNorm",
+    "LayerNorm",
+    "RmsNorm",
+    "fused_add_rms_norm",
+    "gated_rms_norm",
+    "layer_norm",
+    "rms_norm",
+]
+
 Activation = Callable[[jax.Array], jax.Array]
 
 

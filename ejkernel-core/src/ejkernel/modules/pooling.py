@@ -17,6 +17,8 @@ from ejkernel.operations.flash_attention.bind import as_count
 from ejkernel.operations.mean_pooling.interface import OPERATION as _MEAN_POOLING
 from ejkernel.utils.checks import check_array, check_compute, check_shape
 
+__all__ = ["MeanPooling", "mean_pooling"]
+
 
 @public()
 def mean_pooling(

@@ -10,6 +10,8 @@ from ejkernel._pipeline.arguments import public
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.softmax.interface import OPERATION as _SOFTMAX
 
+__all__ = ["Softmax", "softmax"]
+
 
 @public()
 def softmax(

@@ -15,6 +15,18 @@ from ejkernel.operations.linear_recurrence.forms import dims_of, recurrence
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
 from ejkernel.utils.checks import check_given
 
+__all__ = [
+    "RWKV6",
+    "GLAttention",
+    "GatedLinearAttention",
+    "RecurrentAttention",
+    "gla",
+    "gla_attention",
+    "recurrent",
+    "recurrent_attention",
+    "rwkv6",
+]
+
 
 @overload
 def recurrent_attention(

@@ -10,8 +10,7 @@ import numpy as np
 
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
-from ejkernel.compositions import mesh as _mesh
-from ejkernel.compositions import sharded as _sharded
+from ejkernel.compositions import mesh as _mesh, sharded as _sharded
 from ejkernel.compositions.axes import Axes, as_axes, check_mesh_axes
 from ejkernel.compositions.ring.bind import check_words
 from ejkernel.compositions.ring.entry import RingAttentionOver
@@ -23,6 +22,8 @@ from ejkernel.modules._options import RingOptions
 from ejkernel.operations.flash_attention.bind import as_count
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.utils.checks import check_array, normalise_axis
+
+__all__ = ["RingAttention", "ring_attention", "zigzag_shard", "zigzag_unshard"]
 
 _POSITIONAL = ("query", "key", "value", "softmax_aux", "bias")
 
@@ -185,7 +186,7 @@ def _split_axes(axes: Axes, arrays: Any, mesh: Any, in_specs: Any, out_specs: An
     return several if split.queries or split.keys else ()
 
 
-@public()
+@public(dispatches=False)
 def zigzag_shard(array: t.WholeSequence, axis_size: t.Count, axis: t.Count = 1) -> t.ReorderedSequence:
     """Reorder a sequence so that splitting it over `axis_size` devices balances causal attention.
 
@@ -207,7 +208,7 @@ def zigzag_shard(array: t.WholeSequence, axis_size: t.Count, axis: t.Count = 1) 
     return _permuted(array, axis_size, axis, _zigzag)
 
 
-@public()
+@public(dispatches=False)
 def zigzag_unshard(array: t.WholeSequence, axis_size: t.Count, axis: t.Count = 1) -> t.ReorderedSequence:
     """The inverse of `zigzag_shard`, e.g. for outputs.
 

@@ -13,6 +13,8 @@ from ejkernel.operations.common.rotary.interface import check_pairs
 from ejkernel.operations.qk_norm_rope.interface import OPERATION as _QK_NORM_ROPE
 from ejkernel.operations.rope.interface import OPERATION as _ROPE
 
+__all__ = ["FusedQkNormRope", "LlamaRope", "Rope", "fused_qk_norm_rope", "llama_rope", "rope"]
+
 
 @public()
 @argument_names(query="x")

@@ -14,6 +14,8 @@ from jax.core import Tracer
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._rotary_scaling import axes_of_pairs, scaled_frequencies
 
+__all__ = ["LlamaRotaryEmbedding"]
+
 
 class LlamaRotaryEmbedding:
     """Makes cos and sin for `llama_rope` from positions: pair i turns by `position * base^(-2i / dim)`, or as `scaling` says.

@@ -12,6 +12,8 @@ from ejkernel.errors import invalid
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.sample_tokens.interface import OPERATION as _SAMPLE_TOKENS
 
+__all__ = ["SampleTokens", "sample_tokens"]
+
 
 @overload
 def sample_tokens(

@@ -14,6 +14,8 @@ from ejkernel.modules._options import UnifiedAttentionOptions
 from ejkernel.operations.common.pages import INTERLEAVED
 from ejkernel.operations.paged_attention import forms as _paged
 
+__all__ = ["RaggedPageAttentionv2", "UnifiedAttention", "ragged_page_attention_v2", "unified_attention"]
+
 
 @overload
 def unified_attention(

@@ -25,6 +25,8 @@ from ejkernel.utils.checks import check_array, check_shape
 from ejkernel.utils.integers import as_int32
 from ejkernel.utils.tracing import refuse_traced
 
+__all__ = ["DecodeAttention", "RaggedDecodeAttention", "decode_attention", "ragged_decode_attention"]
+
 
 @public()
 def decode_attention(

@@ -19,6 +19,8 @@ from ejkernel.operations.paged_attention import forms as _paged
 from ejkernel.operations.paged_attention.interface import OPERATION as _PAGED_ATTENTION
 from ejkernel.utils.checks import check_array
 
+__all__ = ["PageAttention", "PrefillPageAttention", "page_attention", "prefill_page_attention"]
+
 
 @overload
 def page_attention(

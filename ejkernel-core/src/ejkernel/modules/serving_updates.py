@@ -15,6 +15,15 @@ from ejkernel.operations.paged_cache_update.interface import OPERATION as _PAGED
 from ejkernel.operations.paged_cache_update.token_scales import update_with_token_scales
 from ejkernel.utils.checks import check_array
 
+__all__ = [
+    "ChunkedPrefillPagedDecode",
+    "PagedCacheUpdate",
+    "RaggedPageAttentionv3",
+    "chunked_prefill_paged_decode",
+    "paged_cache_update",
+    "ragged_page_attention_v3",
+]
+
 
 @overload
 def paged_cache_update(

@@ -18,19 +18,26 @@ from ejkernel.errors import invalid
 from ejkernel.modules._class_api import class_form
 from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import DispatchOptions
-from ejkernel.modules.attention import flash_attention
+from ejkernel.modules.dense_attention import flash_attention
 from ejkernel.operations.common.pages import check_row_lengths
 from ejkernel.operations.common.selected import NOTHING, check_integers
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.forms import check_cum_seqlens
-from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
-from ejkernel.operations.flash_attention.interface import is_concrete
+from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION, is_concrete
 from ejkernel.operations.native_sparse_attention.forms import block_means, blocks_of
 from ejkernel.operations.native_sparse_attention.interface import OPERATION as _SELECTED
 from ejkernel.operations.native_sparse_selection.interface import OPERATION as _SELECTION
 from ejkernel.utils.checks import check_array
 from ejkernel.utils.dtypes import accumulator
 from ejkernel.utils.tracing import is_traced
+
+__all__ = [
+    "ApplyNativeSparseAttention",
+    "NativeSparseAttention",
+    "apply_native_sparse_attention",
+    "native_spare_attention",
+    "native_sparse_attention",
+]
 
 _POSITIONAL = ("query", "key", "value", "g_cmp", "g_slc", "block_indices", "block_counts", "cu_seqlens", "g_swa")
 _WITH_LENGTHS = (*_POSITIONAL, "kv_lens")

@@ -16,12 +16,13 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.common.pages import check_row_lengths
 from ejkernel.operations.flash_attention import bind
-from ejkernel.operations.lightning_indexer.interface import FLOAT8
-from ejkernel.operations.lightning_indexer.interface import OPERATION as _INDEXER
+from ejkernel.operations.lightning_indexer.interface import FLOAT8, OPERATION as _INDEXER
 from ejkernel.operations.sparse_latent_attention.interface import OPERATION as _SPARSE_LATENT
 from ejkernel.utils.checks import check_array, check_compute, check_shape
 from ejkernel.utils.dtypes import accumulator
 from ejkernel.utils.tracing import is_traced
+
+__all__ = ["DeepSeekAttention", "deepseek_attn"]
 
 _POSITIONAL = ("query", "key_value", "w_kc", "w_vc", "query_index", "key_index", "index_weights", "b_q", "b_k")
 _WITH_LENGTHS = (*_POSITIONAL, "kv_lens")

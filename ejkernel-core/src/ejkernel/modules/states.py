@@ -23,6 +23,8 @@ from ejkernel.operations.rwkv4.interface import OPERATION as _RWKV4
 from ejkernel.operations.selective_scan.interface import OPERATION as _SELECTIVE_SCAN
 from ejkernel.utils.checks import check_compute, check_shape, finite_number
 
+__all__ = ["RWKV4", "StateSpaceV1", "StateSpaceV2", "rwkv4", "state_space_v1", "state_space_v2"]
+
 
 @public()
 @argument_names(x="hidden_states", segments="seg_ids")

@@ -17,6 +17,8 @@ from ejkernel.operations.common.packed import edge_tokens, empty_states, first_t
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
 from ejkernel.utils.checks import check_compute, check_given, check_shape, finite_number
 
+__all__ = ["MLSTM", "mlstm"]
+
 
 @public("initial_state", "cu_seqlens")
 @argument_names(scale="softmax_scale")

@@ -1,24 +1,21 @@
-"""The operations that core owns."""
+"""The operations that core brings, and how to find those of every pack."""
 
 from __future__ import annotations
 
-import functools
+from typing import TYPE_CHECKING
 
-from ejkernel._pipeline.operation import Operation
-from ejkernel._plugins.catalog import OPERATIONS
-from ejkernel.errors import invalid, suggestion
-from ejkernel.plugin import resolve
+from ejkernel._plugins.catalog import OPERATIONS, operation_module
 
-__all__ = ["OPERATIONS", "get_operation"]
+if TYPE_CHECKING:  # the plugin module beside must stay light
+    from ejkernel._pipeline.operation import Operation
+
+__all__ = ["OPERATIONS", "get_operation", "operation_module"]
 
 
-@functools.cache
 def get_operation(name: str) -> Operation:
     """The operation of this name.
 
     Raises:
         ValueError: there is none; the message suggests a close name.
     """
-    if name not in OPERATIONS:
-        raise invalid("operation", repr(name), f"one of {', '.join(sorted(OPERATIONS))}" + suggestion(name, OPERATIONS))
-    return resolve(OPERATIONS[name])
+    return operation_module(name, "interface").OPERATION

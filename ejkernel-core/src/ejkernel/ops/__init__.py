@@ -6,25 +6,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what `__getattr__` below finds at run time
-    from ejkernel.modules import Executor as Executor
-    from ejkernel.modules import create_default_executor as create_default_executor
-    from ejkernel.ops._caches import ConfigCache as ConfigCache
-    from ejkernel.ops._caches import PersistentCache as PersistentCache
-    from ejkernel.ops._caches import overlay_cache as overlay_cache
+    from ejkernel.modules import Executor as Executor, create_default_executor as create_default_executor
+    from ejkernel.ops._caches import (
+        ConfigCache as ConfigCache,
+        PersistentCache as PersistentCache,
+        overlay_cache as overlay_cache,
+    )
     from ejkernel.ops._callable import Kernel as Kernel
     from ejkernel.ops._kernel import Invocation as Invocation
-    from ejkernel.ops._policy import AutotunePolicy as AutotunePolicy
-    from ejkernel.ops._policy import policy_override as policy_override
+    from ejkernel.ops._policy import AutotunePolicy as AutotunePolicy, policy_override as policy_override
     from ejkernel.ops._selection import ConfigSelectorChain as ConfigSelectorChain
-    from ejkernel.tuning import AutotuningResult as AutotuningResult
-    from ejkernel.tuning import BwdParams as BwdParams
-    from ejkernel.tuning import Entry as Entry
-    from ejkernel.tuning import FwdParams as FwdParams
-    from ejkernel.tuning import Tuner as Tuner
-    from ejkernel.tuning import autotune as autotune
-    from ejkernel.tuning import forward_autotune_only as forward_autotune_only
-    from ejkernel.tuning import install_tuner as install_tuner
-    from ejkernel.tuning import record_calls as record_calls
+    from ejkernel.tuning import (
+        AutotuningResult as AutotuningResult,
+        BwdParams as BwdParams,
+        Entry as Entry,
+        FwdParams as FwdParams,
+        Tuner as Tuner,
+        autotune as autotune,
+        forward_autotune_only as forward_autotune_only,
+        install_tuner as install_tuner,
+        record_calls as record_calls,
+    )
 
 _LAZY = {
     "Invocation": "ejkernel.ops._kernel",

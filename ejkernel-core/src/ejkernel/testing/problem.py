@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import zlib
 from typing import Any
 
@@ -22,7 +21,7 @@ from ejkernel.call.decision import Explanation
 from ejkernel.call.policy import policy_for_call
 from ejkernel.call.records import Bound, Call, given_fields
 from ejkernel.call.request import Request
-from ejkernel.operations import get_operation
+from ejkernel.operations import get_operation, operation_module
 from ejkernel.operations.common.case import Case, Toggle
 from ejkernel.plugin import Phase, Plugin, Target, resolve
 from ejkernel.targets.target import resolve_target
@@ -32,13 +31,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def cases_of(operation: str) -> tuple[Case, ...]:
     """The named problems of an operation, without those that are sized for benchmarks."""
-    module = importlib.import_module(f"ejkernel.operations.{operation}.cases")
+    module = operation_module(operation, "cases")
     return tuple(case for case in module.CASES if not case.is_benchmark)
 
 
 def toggles_of(operation: str) -> dict[str, Toggle]:
     """How each field of the operation's call is toggled."""
-    return dict(importlib.import_module(f"ejkernel.operations.{operation}.cases").TOGGLES)
+    return dict(operation_module(operation, "cases").TOGGLES)
 
 
 def case_named(operation: str, name: str) -> Case:
@@ -230,7 +229,7 @@ class Problem:
 
     @functools.cached_property
     def _reference(self) -> Any:
-        return importlib.import_module(f"ejkernel.operations.{self.operation}.reference")
+        return operation_module(self.operation, "reference")
 
     @functools.cached_property
     def expected_outputs(self) -> Any:

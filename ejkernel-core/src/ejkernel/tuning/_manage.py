@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ejkernel._plugins.registry import kernel_registry
-from ejkernel.configs import quarantine as _quarantine
-from ejkernel.configs import store as _store
+from ejkernel.configs import quarantine as _quarantine, store as _store
 from ejkernel.configs.entry import Entry
 from ejkernel.configs.key import Key, running_versions
 from ejkernel.configs.quarantine import Quarantined

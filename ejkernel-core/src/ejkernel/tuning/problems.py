@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from ejkernel.call.arrays import has_gradient, named
 from ejkernel.call.random import normal
 from ejkernel.call.request import Request
 from ejkernel.configs.entry import Check
+from ejkernel.operations import operation_module
 from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, Deviation, Tolerance, deviation, deviation_on_device
 from ejkernel.plugin import FALLBACK, Phase
 
@@ -113,7 +113,7 @@ class TuningProblem:
         large = operation.cost(call, self.phase).flops > _REFERENCE_FLOPS or size > _REFERENCE_SIZE
         if large and self._portable():
             return self._in_float32(), "XLA in float32"
-        reference = importlib.import_module(f"ejkernel.operations.{operation.name}.reference")
+        reference = operation_module(operation.name, "reference")
         wide = jax.tree.map(_widened, self.first)
         call = dataclasses.replace(call, save_residuals=True)
         with np.errstate(all="ignore"):

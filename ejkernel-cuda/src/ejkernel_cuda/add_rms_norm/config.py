@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ejkernel_cuda._rows.config import ADDED_BACKWARD as BACKWARD
-from ejkernel_cuda._rows.config import ADDED_FORWARD as FORWARD
+from ejkernel_cuda._rows.config import ADDED_BACKWARD as BACKWARD, ADDED_FORWARD as FORWARD
 
 __all__ = ["BACKWARD", "FORWARD"]

@@ -30,8 +30,7 @@ from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._interpret import interpreting
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._numerics import dot_precision
-from ejkernel_triton.grouped_matmul import config as grouped_config
-from ejkernel_triton.grouped_matmul import kernel as grouped_kernel
+from ejkernel_triton.grouped_matmul import config as grouped_config, kernel as grouped_kernel
 from ejkernel_triton.grouped_matmul.schedule import max_tiles
 from ejkernel_triton.quantized_matmul.config import LEAST_DEPTH, Config, intervals_of, period_of
 from ejkernel_triton.quantized_matmul.gradients import scale_gradients

@@ -26,8 +26,7 @@ try:
     from jla.layers.fp8_swiglu import fp8_swiglu_mlp
     from jla.ops import linear_attention
     from jla.ops.cross_entropy import linear_cross_entropy_objective
-    from jla.ops.mosaic_gpu import gated_delta_rule as delta_kernels
-    from jla.ops.mosaic_gpu import ragged_dot, short_conv
+    from jla.ops.mosaic_gpu import gated_delta_rule as delta_kernels, ragged_dot, short_conv
     from jla.ops.mosaic_gpu._common import is_hopper
 except ImportError as error:
     raise ValueError(f"the build 'peers' needs jax-linear-attention: pip install 'ejkernel-train[peers]' ({error})") from error

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 Tree = TypeVar("Tree")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ejkernel._plugins.catalog import FUNCTIONS
+from ejkernel._plugins.catalog import functions_in
 from ejkernel.utils.former_paths import former_module
 
-for _name in FUNCTIONS:  # each had a module of its own
+for _name in functions_in("ejkernel.modules"):  # each had a module of its own
     former_module(f"{__name__}.{_name}", {_name: f"ejkernel.modules:{_name}"})
 
 

@@ -17,8 +17,12 @@ from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid
 from ejkernel.operations.common import vocabulary as vocabulary
 from ejkernel.operations.common.rows.interface import SHARDABLE_ROWS, row_dims
-from ejkernel.operations.cross_entropy.interface import OPERATION as PER_ROW
-from ejkernel.operations.cross_entropy.interface import CrossEntropyCall, CrossEntropyInputs, CrossEntropyOutputs
+from ejkernel.operations.cross_entropy.interface import (
+    OPERATION as PER_ROW,
+    CrossEntropyCall,
+    CrossEntropyInputs,
+    CrossEntropyOutputs,
+)
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute, check_shape, finite_number

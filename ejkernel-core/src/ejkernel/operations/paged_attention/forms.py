@@ -13,8 +13,7 @@ from ejkernel._dispatch.explanation import capturing
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.common import pages as _pages
-from ejkernel.operations.paged_attention.interface import OPERATION as PAGED_ATTENTION
-from ejkernel.operations.paged_attention.interface import as_window
+from ejkernel.operations.paged_attention.interface import OPERATION as PAGED_ATTENTION, as_window
 from ejkernel.operations.paged_cache_update.interface import OPERATION as PAGED_CACHE_UPDATE
 from ejkernel.utils.checks import check_array, check_shape
 from ejkernel.utils.integers import as_int32

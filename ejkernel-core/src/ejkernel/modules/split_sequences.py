@@ -26,6 +26,8 @@ from ejkernel.modules.states import state_space_v1, state_space_v2
 from ejkernel.operations.common.packed import check_bounds, check_packed, check_segments
 from ejkernel.utils.integers import as_int32
 
+__all__ = ["sequence_parallel"]
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -46,7 +48,7 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
 )
 
 
-@public()
+@public(dispatches=False)
 def sequence_parallel(function: Callable[_Arguments, _Result], axis_name: t.AxisNames) -> Callable[_Arguments, _Result]:
     """A recurrence, or the convolution in front of it, over a sequence that is split over devices; inside `jax.shard_map`.
 

@@ -21,6 +21,8 @@ from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, 
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.operations.flash_attention.weights import with_weights
 
+__all__ = ["Attention", "FlashAttention", "FlashAttnVarlen", "attention", "flash_attention", "flash_attn_varlen"]
+
 _POSITIONAL = ("query", "key", "value", "bias", "cum_seqlens_q", "cum_seqlens_k", "softmax_aux", "block_tables")
 
 
