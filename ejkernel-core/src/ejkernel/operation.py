@@ -1,17 +1,34 @@
-"""The former place of what `ejkernel.call` has: names are handed on with a DeprecationWarning."""
+"""All that the author of operations imports; `ejkernel.plugin` has what the plugin module beside them needs."""
 
 from __future__ import annotations
 
-from typing import Any
+from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.operation import Operation
+from ejkernel.call import ArraySpec, Bound, Call, Contract, Cost, Request, vary_like
+from ejkernel.errors import invalid, wrong_type
+from ejkernel.modules._class_api import class_form
+from ejkernel.operations.common.case import Case, Toggle
+from ejkernel.plugin import Phase
+from ejkernel.utils.checks import check_compute, check_shape, finite_number, integer
 
-from ejkernel import call
-from ejkernel.errors import warn
-
-_NAMES = ("ArraySpec", "Bound", "Call", "Cost", "Request", "vary_like")
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
-        raise AttributeError(f"module 'ejkernel.operation' has no attribute {name!r}")
-    warn(f"ejkernel.operation.{name} is now ejkernel.call.{name}", DeprecationWarning)
-    return getattr(call, name)
+__all__ = [
+    "ArraySpec",
+    "Bound",
+    "Call",
+    "Case",
+    "Contract",
+    "Cost",
+    "Operation",
+    "Phase",
+    "Request",
+    "Toggle",
+    "check_compute",
+    "check_shape",
+    "class_form",
+    "finite_number",
+    "integer",
+    "invalid",
+    "public",
+    "vary_like",
+    "wrong_type",
+]

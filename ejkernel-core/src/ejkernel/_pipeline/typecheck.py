@@ -35,7 +35,7 @@ def _checking(function: Any) -> Any:
     def checking(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
-        _check(function.__name__, (*_arguments(signature, given, hints()), ("the result", result, hints()["return"])))
+        _check(function.__name__, (*_arguments(signature, given, hints()), ("the result", result, hints().get("return", Any))))
         return result
 
     return checking

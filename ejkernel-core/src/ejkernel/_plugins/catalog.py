@@ -66,6 +66,8 @@ class _Catalog:
         self.bringers = {name: record for record, _ in packs for name in record.operations}
         self.packages = {name: f"{pack.operations}.{name}" for record, pack in packs for name in sorted(record.operations)}
         self._names: _Names | None = None
+        _names_in.cache_clear()
+        _default_order.cache_clear()
 
     @property
     def names(self) -> _Names:
@@ -75,23 +77,6 @@ class _Catalog:
             found = [_names_in(pack.functions) for pack in packs if pack is not None and pack.functions]
             self._names = _Names(*(_merged(kind) for kind in zip(_Names({}, {}, {}), *found, strict=True)))
         return self._names
-
-
-_catalog = _Catalog()
-
-load = _catalog.load
-
-OPERATIONS: Mapping[str, str] = _View(lambda: _catalog.packages)
-"""Operations and the package of each."""
-
-FUNCTIONS: Mapping[str, str] = _View(lambda: _catalog.names.functions)
-"""Public functions, by the names that `explain`, `kernel_registry.get` and the command line accept, and where they are."""
-
-HELPERS: Mapping[str, str] = _View(lambda: _catalog.names.helpers)
-"""Public functions that dispatch nothing, and where they are."""
-
-FACADES: Mapping[str, str] = _View(lambda: _catalog.names.all)
-"""Every public name of the facades, classes among them, and its module."""
 
 
 def packs() -> tuple[PluginRecord, ...]:
@@ -199,3 +184,20 @@ def _said_by(module: str, loader: Any) -> tuple[tuple[str, ...], Mapping[str, bo
     names = tuple(re.findall(r"[\"'](\w+)[\"']", listed[1])) if listed else ()
     said = {name: _NO_DISPATCH not in arguments for arguments, name in _PUBLIC.findall(source)}
     return names, {**said, **{other: said[name] for other, name in _OTHER_NAME.findall(source) if name in said}}
+
+
+_catalog = _Catalog()
+
+load = _catalog.load
+
+OPERATIONS: Mapping[str, str] = _View(lambda: _catalog.packages)
+"""Operations and the package of each."""
+
+FUNCTIONS: Mapping[str, str] = _View(lambda: _catalog.names.functions)
+"""Public functions, by the names that `explain`, `kernel_registry.get` and the command line accept, and where they are."""
+
+HELPERS: Mapping[str, str] = _View(lambda: _catalog.names.helpers)
+"""Public functions that dispatch nothing, and where they are."""
+
+FACADES: Mapping[str, str] = _View(lambda: _catalog.names.all)
+"""Every public name of the facades, classes among them, and its module."""

@@ -15,7 +15,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import importlib_metadata
@@ -70,15 +70,16 @@ def _without_rivals(packs: list[PluginRecord]) -> list[PluginRecord]:
     """A name belongs to one pack: one of ours to it, any other to nobody if two bring it."""
     if all(pack.first_party for pack in packs if pack.ok):
         return packs
-    brought = [_brought(pack) for pack in packs]
-    for number, pack in enumerate(packs):
-        if not pack.ok or pack.first_party:
-            continue
-        for rival, names in zip(packs, brought, strict=True):
-            if rival is not pack and rival.ok and (twice := sorted(brought[number] & names)):
-                what = f"{', '.join(map(repr, twice))}, which {rival.distribution} {rival.version} brings too"
-                packs[number] = ended(pack, "conflict", f"it brings {what}; rename it or pip uninstall {pack.distribution}")
-    return packs
+    brought = {pack: _brought(pack) for pack in packs}
+    return [pack if pack.first_party else _without_rival(pack, brought) for pack in packs]
+
+
+def _without_rival(pack: PluginRecord, brought: Mapping[PluginRecord, set[str]]) -> PluginRecord:
+    for rival, names in brought.items():
+        if rival is not pack and (twice := sorted(brought[pack] & names)):
+            what = f"{', '.join(map(repr, twice))}, which {rival.distribution} {rival.version} brings too"
+            return ended(pack, "conflict", f"it brings {what}; rename it or pip uninstall {pack.distribution}")
+    return pack
 
 
 def _brought(pack: PluginRecord) -> set[str]:

@@ -1,0 +1,1 @@
+"""Logarithm of a sum of exponentials, of each row."""
