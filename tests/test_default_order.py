@@ -60,6 +60,7 @@ def test_what_stands_first_was_fastest(target, timed, times):
     assert times[first] <= TOLERATED * min(times.values()), (first, times)
 
 
+@pytest.mark.tree
 def test_every_order_is_read():
     folder = Path(catalog.__file__).parents[1] / "operations"
     found = sorted(path.parent.name for path in folder.glob("*/order.py"))

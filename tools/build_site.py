@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ejkernel
+from ejkernel._plugins.catalog import FACADES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -55,7 +56,7 @@ REFERENCES = {
     "attention": Reference(
         "Attention",
         "Dense, packed, sparse, latent and ring attention.",
-        homes=("attention", "dot_product", "block_sparse", "sparse_attention", "sparse_latent", "latent", "ring"),
+        homes=("dense_attention", "dot_product", "block_sparse", "sparse_attention", "sparse_latent", "latent", "ring"),
         names=("ejkernel.block_sparse_layout", "ejkernel.BlockSparseLayout"),
     ),
     "serving": Reference(
@@ -75,7 +76,7 @@ REFERENCES = {
             "convolutions",
             "states",
             "mamba",
-            "sequence_parallel",
+            "split_sequences",
         ),
     ),
     "rows": Reference(
@@ -149,15 +150,19 @@ ELSEWHERE = {
 
 def class_apis(home: str) -> list[str]:
     """Public classes of a module that call a function."""
-    found = (name for name in ejkernel.modules.__all__ if hasattr(getattr(ejkernel, name), "function"))
-    return sorted(name for name in found if getattr(ejkernel, name).__module__ == f"ejkernel.modules.{home}")
+    return [name for name in _names(home) if hasattr(getattr(ejkernel, name), "function")]
 
 
 def functions(home: str) -> list[str]:
     """Public functions of a module of `ejkernel.modules`."""
-    names = (name for name in ejkernel.modules.__all__ if name not in class_apis(home))
+    return [name for name in _names(home) if name not in class_apis(home)]
+
+
+def _names(home: str) -> list[str]:
+    """Public names that a module defines itself."""
     module = f"ejkernel.modules.{home}"
-    return sorted(name for name in names if getattr(getattr(ejkernel, name), "__module__", "") == module)
+    named = (name for name, where in FACADES.items() if where == module)
+    return sorted(name for name in named if getattr(getattr(ejkernel, name), "__module__", "") == module)
 
 
 def is_foreign(found: Any) -> bool:

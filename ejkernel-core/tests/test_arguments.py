@@ -132,38 +132,15 @@ def test_a_public_function_is_found_where_it_says(name):
     assert pickle.loads(pickle.dumps(PUBLIC[name])) is PUBLIC[name]
 
 
-NOT_ATTENTION = {
-    "causal_conv1d",
-    "fused_add_rms_norm",
-    "fused_cross_entropy",
-    "fused_kl_divergence",
-    "fused_qk_norm_rope",
-    "gated_linear_unit",
-    "gated_rms_norm",
-    "grouped_matmul",
-    "layer_norm",
-    "llama_rope",
-    "mean_pooling",
-    "moe_permute",
-    "moe_route",
-    "moe_unpermute",
-    "paged_cache_update",
-    "quantized_matmul",
-    "rms_norm",
-    "rope",
-    "sample_tokens",
-    "scaled_matmul",
-    "softmax",
-    "state_space_v1",
-    "state_space_v2",
-    "token_logprobs",
-}
+VALUES = {"value", "values", "v", "key_value", "keys_values", "value_cache", "value_buffer", "kv_pages"}
+"""What attention and recurrences read from, in the field's words."""
+
 IN_BETWEEN = {"ragged_gated_delta_rule": 4, "flash_attn_varlen": 3}
 """How many optional arguments stand among the field's positions: a decay, key lengths and longest sequences."""
 
 
 @pytest.mark.unsampled
-@pytest.mark.parametrize("name", sorted({*FUNCTIONS} - NOT_ATTENTION))
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if VALUES & {*inspect.signature(PUBLIC[name]).parameters}])
 def test_what_is_optional_in_attention_is_a_keyword(name):
     parameters = inspect.signature(PUBLIC[name]).parameters.values()
     positional = [one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]

@@ -87,6 +87,7 @@ def test_no_import_points_upwards(name):
     assert not upwards, "\n".join(upwards)
 
 
+@pytest.mark.tree
 def test_no_circles():
     """What is left after files without imports are taken away, again and again, is a circle or stands above one."""
     graph = {name: {run for _, wanted in imports(path) for run in runs_first(name, wanted)} for name, path in FILES.items()}
@@ -97,5 +98,6 @@ def test_no_circles():
     assert not graph, "\n".join(f"{name} -> {', '.join(sorted(wanted))}" for name, wanted in sorted(graph.items()))
 
 
+@pytest.mark.tree
 def test_every_file_has_a_layer():
     assert {name.partition(".")[0] for name in FILES} == set(LEVEL)

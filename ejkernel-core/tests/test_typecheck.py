@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 import ejkernel
 from ejkernel import modules
 from ejkernel._pipeline import typecheck
+from ejkernel._plugins.catalog import FACADES
 from ejkernel.operations import OPERATIONS, get_operation
 from ejkernel.typing import Attended, Keys, Queries, Rows, RowScale, RowsOutput
 
@@ -175,11 +177,14 @@ def test_caches_of_scales_that_change_the_result_are_overloaded():
     assert own["return"] == typing.Union[tuple(results)]  # noqa: UP007 - built from values
 
 
-def test_listed_names_are_the_lazy_ones():
-    lazy = {*ejkernel._LAZY, *modules.__all__, "__version__"} - {"FUNCTIONS"}
-    assert {*ejkernel.__all__} == lazy
-    assert len(ejkernel.__all__) == len(lazy)
+@pytest.mark.tree
+def test_checkers_see_every_facade():
+    """What is found at run time by the modules' own `__all__` is imported for checkers by name."""
+    source = inspect.getsource(modules)
+    imported = {*re.findall(r"^    from (ejkernel\.modules\.[\w.]+) import \*$", source, re.MULTILINE)}
+    assert imported == {*FACADES.values(), "ejkernel.modules.operations.configs"}
     assert all(getattr(ejkernel, name) is not None for name in ejkernel.__all__)
+    assert {*FACADES} <= {*ejkernel.__all__}
 
 
 def test_star_import_brings_the_public_functions(python):

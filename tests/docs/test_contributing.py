@@ -15,8 +15,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-SOURCES = ("ejkernel-core/src", "ejkernel-xla/src", "ejkernel-pallas/src")
-COPIED = (*SOURCES, "ejkernel-core/tests", "ejkernel-pallas/tests", "tests/conformance", "docs")
+SOURCES = ("ejkernel-core/src", "ejkernel-xla/src", "ejkernel-pallas/src", "benchmarks/src")
+NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.so", "build", "dist", "node_modules")
+TESTS = ("ejkernel-core/tests", "ejkernel-xla/tests", "tests")
+COMPARING = re.compile(r"\b(FUNCTIONS|OPERATIONS|CALLS|FILES|mark\.tree)\b")
+"""What is in a file of tests that goes through the tree's operations, functions or files."""
+
 BLOCK = re.compile(r"^```(python|diff)\n(# file: .*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^# file: (\S+)\n(.*?)(?=^# file: |\Z)", re.MULTILINE | re.DOTALL)
 MOST_LINES = 60
@@ -53,10 +57,7 @@ class Tree:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        for name in COPIED:
-            shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-        for name in ("conftest.py", "pyproject.toml"):
-            shutil.copyfile(ROOT / name, root / name)
+        shutil.copytree(ROOT, root, ignore=NOT_COPIED, dirs_exist_ok=True)
 
     def apply(self, changes: Iterable[Change]) -> None:
         for change in changes:
@@ -93,6 +94,20 @@ class Tree:
         less = ("--deselect", f"{suite}::test_plugin_module")  # that one is a matter of milliseconds
         said = self.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "ejkernel.testing.plugin", *wanted, *less, suite)
         assert re.search(rf"^{operation} +numbers +[1-9]", said, re.MULTILINE), said
+
+    def agrees(self, *names: str) -> None:
+        """The tests that compare parts of the tree pass, and those of what is new, if it is known by names."""
+        self.run("tools/generated_tables.py")
+        others = {
+            *self.root.glob("tests/docs/test_contributing.py"),
+            *self.root.glob("tests/device/*"),
+            *self.root.glob("tests/clients/**/*"),
+        }
+        files = {path for folder in TESTS for path in (self.root / folder).rglob("test_*.py")} - others
+        chosen = sorted(str(path.relative_to(self.root)) for path in files if COMPARING.search(path.read_text()))
+        for which in (("-m", "tree"), *[("-k", " or ".join(names), "--extent=full")] * bool(names)):
+            said = self.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *which, *chosen)
+            assert re.search(r"^[1-9]\d* passed", said, re.MULTILINE), said
 
 
 PREAMBLE = """
@@ -131,7 +146,7 @@ np.testing.assert_allclose(jax.vmap(ejkernel.scaled_sum)(np.stack([rows, -rows])
 assert ejkernel.explain("scaled_sum", rows).forward.chosen.id == "xla"
 """)
     tree.conforms("xla", "scaled_sum", "tests/conformance/test_platform.py")
-    tree.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "ejkernel-core/tests/test_layers.py", "-k", "upwards or circles")
+    tree.agrees("scaled_sum", "ScaledSum")
 
 
 def test_a_new_option(tree):
@@ -156,6 +171,7 @@ gradient = jax.grad(lambda x: ejkernel.mean_pooling(x, bounds, reduction="sum").
 np.testing.assert_array_equal(gradient[0, :, 0], [1, 1, 1, 1, 1, 0])
 """)
     tree.conforms("xla", "mean_pooling", "tests/conformance/test_platform.py")
+    tree.agrees()
 
 
 def test_a_platforms_kernel(tree):
@@ -173,6 +189,7 @@ assert (asked.forward.chosen.id, asked.forward.tier, asked.backward.chosen.id) =
 assert masked.forward.chosen is None and "pallas.tpu does not accept where" in str(masked)
 """)
     tree.conforms("pallas", "softmax", "ejkernel-pallas/tests/test_conformance.py")
+    tree.agrees()
 
 
 def test_a_new_config(tree):
@@ -191,6 +208,7 @@ else:
     raise AssertionError("an illegal knob was taken")
 """)
     tree.conforms("xla", "mean_pooling", "tests/conformance/test_platform.py")
+    tree.agrees()
 
 
 def test_every_example_is_run():

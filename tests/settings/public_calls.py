@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import ejkernel
+from ejkernel._plugins.catalog import FUNCTIONS
+from ejkernel.operations import OPERATIONS, get_operation, operation_module
+from ejkernel.testing.shapes import bound_shapes
 
 SIZES = {
     "b": 4,
@@ -298,5 +301,14 @@ def _serving() -> list[PublicCall]:
     ]
 
 
+def _of_its_operation(name: str) -> PublicCall:
+    """The call of a function that has no row above: its operation's first case that fits the sizes' names."""
+    case, call = next((case, bound_shapes(name, case, "float32")[1]) for case in operation_module(name, "cases").CASES)
+    arrays = {array: np.asarray(value) for array, value in case.arrays(np.random.default_rng(0)).items()}
+    axes = get_operation(name).dimensions(call)
+    return PublicCall(name, arrays, {array: axes[array].replace("?", "") for array in arrays}, dict(case.options))
+
+
 SERVING = {call.name: call for call in _serving()}
-CALLS = {call.name: call for call in (*_dense(), *_recurrences(), *SERVING.values())}
+_WRITTEN = {call.name: call for call in (*_dense(), *_recurrences(), *SERVING.values())}
+CALLS = {**_WRITTEN, **{name: _of_its_operation(name) for name in FUNCTIONS if name not in _WRITTEN and name in OPERATIONS}}

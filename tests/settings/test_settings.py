@@ -21,6 +21,7 @@ SPLIT = {"b": "data", "h": "model", "k": "model", "m": "model"}
 """Mesh axes by the named axes of `public_calls`."""
 
 
+@pytest.mark.tree
 def test_every_public_function_is_called():
     assert {*CALLS} == {*FUNCTIONS}
 

@@ -43,6 +43,7 @@ def check(required, got, expected):
             np.testing.assert_allclose(np.asarray(value), wanted, rtol=TOLERANCE, atol=TOLERANCE * magnitude, err_msg=field)
 
 
+@pytest.mark.tree
 def test_every_operation_is_covered():
     assert {parameter.values[0] for parameter in cases()} == set(operations.OPERATIONS)
 

@@ -14,6 +14,9 @@ _TPU: dict[str, tuple[Phase, ...]] = {
     "paged_cache_update": ("forward",),
     "rms_norm": _PHASES,
 }
+_TPU_WITHOUT: dict[str, tuple[str, ...]] = {
+    "grouped_matmul": ("lhs_scale",),
+}
 _MOSAIC_GPU: dict[str, tuple[str, ...]] = {
     "flash_attention": ("mask", "dropout_streams", "dropout_rate", "logits_dtype"),
     "grouped_matmul": (),
@@ -32,7 +35,7 @@ def _tpu(operation: str, phase: Phase) -> Implementation:
         target=f"{package}.kernel:{phase}",
         supports=f"{package}.capability:supports",
         configs=f"{package}.config:{phase.upper()}",
-        without=("lhs_scale",) if operation == "grouped_matmul" else (),
+        without=_TPU_WITHOUT.get(operation, ()),
     )
 
 
