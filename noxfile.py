@@ -412,7 +412,7 @@ def docs(session: nox.Session) -> None:
     jax = session.run(str(python), "-c", "import jax; print(jax.__version__)", external=True, silent=True)
     session.run(*pip(python), "install", f"jax=={str(jax).strip()}", *FRAMEWORKS, external=True)
     install_examples(session, python)
-    pytest(session, python, "-n", "2", "tests/docs", "ejkernel-xla/tests/test_frameworks.py")
+    pytest(session, python, "-n", "2", "tests/docs", "ejkernel-core/tests/modules/test_frameworks.py")
 
 
 @nox.session(python=False)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from against_reference import assert_close
+from against_numpy import assert_close
 
 import ejkernel
 from ejkernel.operations import get_operation

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from against_reference import assert_close, cases_named, check_case, check_second_order, check_vmap, problems
+from against_numpy import assert_close
+from against_reference import cases_named, check_case, check_second_order, check_vmap, problems
 
 import ejkernel
 from ejkernel.operations import get_operation

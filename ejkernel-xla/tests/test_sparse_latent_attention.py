@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from against_reference import assert_close
+from against_numpy import assert_close
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import ejkernel

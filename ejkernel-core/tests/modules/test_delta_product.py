@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from against_reference import assert_close, check_by_tokens
+from against_numpy import assert_close, check_by_tokens
 
 import ejkernel
 
