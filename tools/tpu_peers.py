@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.operations.common.case import Case
+from ejkernel.call.case import Case
 from ejkernel.testing.shapes import shapes_of
 from ejkernel_pallas import _ahead_of_time as aot
 

@@ -101,3 +101,27 @@ def test_no_circles():
 @pytest.mark.tree
 def test_every_file_has_a_layer():
     assert {name.partition(".")[0] for name in FILES} == set(LEVEL)
+
+
+PACK = {"operations", "compositions", "modules"}
+"""Core's own operations, with what is made of them."""
+
+ON_TOP = {"", "__main__", "kernels", "operation"}
+MENTIONED = {"ops": {"modules"}}
+"""`ejkernel.ops` has the executor's name for type checkers."""
+
+
+@pytest.mark.tree
+def test_the_mechanism_names_no_operation():
+    """Third parties' operations get what core's get."""
+    known = {path.parent.name for path in (ROOT / "operations").glob("*/interface.py")}
+    assert {"flash_attention", "rms_norm"} <= known
+    for name, path in FILES.items():
+        if name.partition(".")[0] in PACK | ON_TOP:
+            continue
+        used = {wanted.partition(".")[0] for _, wanted in imports(path)} & PACK
+        assert not used - MENTIONED.get(name, set()), f"{name} imports {used}"
+        tree = ast.parse(path.read_text())
+        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose}
+        assert not known & {word for word in words if isinstance(word, str)}, name

@@ -16,13 +16,13 @@ import pytest
 
 import ejkernel
 from ejkernel.call import ArraySpec
-from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
 from ejkernel.operations.flash_attention import reference
 from ejkernel.operations.flash_attention.cases import CASES
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel.operations.flash_attention.pairs import visible
 from ejkernel.plugin import Target
 from ejkernel.testing.problem import Problem, cases_of
+from ejkernel.utils.tolerance import FORWARD, GRADIENT, check_close
 from ejkernel_cuda.cudnn import _call
 from ejkernel_cuda.cudnn.flash_attention import capability, kernel
 from ejkernel_cuda.cudnn.flash_attention.band import Band, band_of

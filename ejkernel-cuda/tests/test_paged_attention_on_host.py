@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from ejkernel.call import ArraySpec
-from ejkernel.operations.common.tolerance import FORWARD
 from ejkernel.operations.paged_attention import cases, reference
 from ejkernel.operations.paged_attention.interface import OPERATION
 from ejkernel.plugin import Target
 from ejkernel.testing.checks import widened
 from ejkernel.testing.problem import fields_refused
+from ejkernel.utils.tolerance import FORWARD
 from ejkernel_cuda import _library
 from ejkernel_cuda._plugin import ejkernel_plugin
 from ejkernel_cuda.paged_attention import capability, config, kernel

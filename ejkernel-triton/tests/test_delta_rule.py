@@ -11,12 +11,12 @@ import pytest
 
 import ejkernel
 from ejkernel.call import ArraySpec
-from ejkernel.operations.common.case import Case
-from ejkernel.operations.common.tolerance import deviation
+from ejkernel.call.case import Case
 from ejkernel.operations.delta_rule import reference
 from ejkernel.operations.delta_rule.cases import CASES, arrays
 from ejkernel.operations.delta_rule.interface import OPERATION, DeltaRuleCall, DeltaRuleOutputs
 from ejkernel.plugin import Target
+from ejkernel.utils.tolerance import deviation
 from ejkernel_triton._ahead_of_time import recorded, target_of
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._versions import version_problem

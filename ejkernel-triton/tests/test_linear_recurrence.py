@@ -11,8 +11,7 @@ import pytest
 
 import ejkernel
 from ejkernel.call import ArraySpec
-from ejkernel.operations.common.case import Case
-from ejkernel.operations.common.tolerance import deviation
+from ejkernel.call.case import Case
 from ejkernel.operations.linear_recurrence import reference
 from ejkernel.operations.linear_recurrence.cases import CASES, arrays
 from ejkernel.operations.linear_recurrence.interface import (
@@ -24,6 +23,7 @@ from ejkernel.operations.linear_recurrence.interface import (
 from ejkernel.plugin import Target
 from ejkernel.testing.checks import widened
 from ejkernel.testing.problem import fields_refused
+from ejkernel.utils.tolerance import deviation
 from ejkernel_triton._ahead_of_time import recorded, target_of
 from ejkernel_triton._chunks import chunks_of
 from ejkernel_triton._plugin import ejkernel_plugin

@@ -14,9 +14,9 @@ import pytest
 import ejkernel
 from ejkernel.call import ArraySpec
 from ejkernel.operations import operation_module
-from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
 from ejkernel.plugin import Target
 from ejkernel.testing.checks import relative_error, widened
+from ejkernel.utils.tolerance import FORWARD, GRADIENT, check_close
 from ejkernel_triton._ahead_of_time import TOLERATED
 from ejkernel_triton._capability import shared_memory_limit
 from ejkernel_triton._rows import capability, config

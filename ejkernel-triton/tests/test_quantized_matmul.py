@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from ejkernel.call import ArraySpec
-from ejkernel.operations.common.tolerance import deviation
 from ejkernel.operations.quantized_matmul import reference
 from ejkernel.operations.quantized_matmul.cases import CASES, grouped_arrays, packed
 from ejkernel.operations.quantized_matmul.interface import (
@@ -21,6 +20,7 @@ from ejkernel.operations.quantized_matmul.interface import (
 )
 from ejkernel.plugin import Target
 from ejkernel.quantization.codes import NF4
+from ejkernel.utils.tolerance import deviation
 from ejkernel_triton._ahead_of_time import recorded, target_of
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._versions import version_problem

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.operations.common.tolerance import FORWARD, check_close
 from ejkernel.operations.delta_rule import reference as delta_reference
 from ejkernel.operations.delta_rule.cases import arrays as delta
 from ejkernel.operations.delta_rule.interface import OPERATION as DELTA_RULE
@@ -16,6 +15,7 @@ from ejkernel.operations.linear_recurrence import reference as linear_reference
 from ejkernel.operations.linear_recurrence.cases import arrays as linear
 from ejkernel.operations.linear_recurrence.interface import OPERATION as LINEAR_RECURRENCE
 from ejkernel.testing.checks import widened
+from ejkernel.utils.tolerance import FORWARD, check_close
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing

@@ -11,11 +11,11 @@ import pytest
 
 import ejkernel
 from ejkernel.call import ArraySpec
-from ejkernel.operations.common.tolerance import deviation
 from ejkernel.operations.rwkv4 import reference
 from ejkernel.operations.rwkv4.cases import CASES, arrays
 from ejkernel.operations.rwkv4.interface import OPERATION, Rwkv4Outputs
 from ejkernel.plugin import Target
+from ejkernel.utils.tolerance import deviation
 from ejkernel_triton._ahead_of_time import recorded, target_of
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.rwkv4 import capability, config

@@ -11,12 +11,12 @@ import pytest
 
 import ejkernel
 from ejkernel.call import ArraySpec
-from ejkernel.operations.common.case import Case
-from ejkernel.operations.common.tolerance import deviation
+from ejkernel.call.case import Case
 from ejkernel.operations.selective_scan import reference
 from ejkernel.operations.selective_scan.cases import CASES, arrays
 from ejkernel.operations.selective_scan.interface import OPERATION, SelectiveScanOutputs
 from ejkernel.plugin import Target
+from ejkernel.utils.tolerance import deviation
 from ejkernel_triton._ahead_of_time import TOLERATED, recorded, target_of
 from ejkernel_triton._jax_triton import intercept_launches
 from ejkernel_triton._versions import version_problem

@@ -12,10 +12,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ejkernel.call import has_gradient
+from ejkernel.call.case import Case
 from ejkernel.operations import get_operation
-from ejkernel.operations.common.case import Case
-from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
 from ejkernel.testing.problem import Problem
+from ejkernel.utils.tolerance import FORWARD, GRADIENT, check_close
 
 FEW = hypothesis.settings(max_examples=4, deadline=None, derandomize=True, database=None)
 """For every run of the tests."""

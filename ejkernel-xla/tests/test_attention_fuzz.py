@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import ejkernel
 from ejkernel.call import Request, named, policy as _policy
 from ejkernel.masks import MaskInfo
-from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
 from ejkernel.operations.flash_attention import pairs, reference
 from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionOutputs
 from ejkernel.targets import target as _target
+from ejkernel.utils.tolerance import FORWARD, GRADIENT, check_close
 from ejkernel_xla.flash_attention.config import FlashAttentionConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:causal. with causal=True the one query")

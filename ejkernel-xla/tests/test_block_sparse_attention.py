@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import ejkernel
 from ejkernel import MaskInfo
 from ejkernel.modules import BlockSparseAttention, block_sparse_layout, blocksparse_attention, flash_attention
-from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
+from ejkernel.utils.tolerance import FORWARD, GRADIENT, check_close
 
 LENGTH, BLOCK = 96, 16
 

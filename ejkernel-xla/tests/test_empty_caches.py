@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ejkernel.operations.common.case import Case
-from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
+from ejkernel.call.case import Case
 from ejkernel.operations.paged_cache_update import cases
 from ejkernel.testing.problem import Problem
+from ejkernel.utils.tolerance import FORWARD, GRADIENT, check_close
 
 EMPTY: dict[str, Any] = {
     "values without channels": cases._arrays(((2, 3), (1, 6)), value_size=0),

@@ -31,12 +31,12 @@ from hypothesis import strategies as st
 
 from ejkernel import kernel_registry
 from ejkernel._plugins.records import Candidate
-from ejkernel.operations.common.case import Case
-from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
+from ejkernel.call.case import Case
 from ejkernel.operations.scaled_matmul import cases as scaled_matmul
 from ejkernel.plugin import Target, resolve
 from ejkernel.testing.problem import Problem
 from ejkernel.testing.spaces import check_space
+from ejkernel.utils.tolerance import FORWARD, GRADIENT, check_close
 
 Drawn = tuple[dict[str, Any], dict[str, Any]]
 pytestmark = pytest.mark.filterwarnings("ignore:causal. with causal=True the one query")

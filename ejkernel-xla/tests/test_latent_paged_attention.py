@@ -15,7 +15,7 @@ from ejkernel.modules import (
     multi_latent_ragged_page_attention,
     multi_latent_ragged_page_attention_v2,
 )
-from ejkernel.operations.common.tolerance import FORWARD, check_close
+from ejkernel.utils.tolerance import FORWARD, check_close
 
 HEADS, SIZE, ROTARY, PAGE, PACKING, CHANNELS = 3, 12, 4, 8, 2, 256
 REQUESTS, ENTRIES, TOKENS, PAGES = 4, 3, 16, 14

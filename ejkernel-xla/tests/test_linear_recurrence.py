@@ -15,8 +15,8 @@ import pytest
 
 import ejkernel
 from ejkernel.operations import get_operation
-from ejkernel.operations.common.tolerance import Tolerance, check_close
 from ejkernel.operations.linear_recurrence.cases import arrays as drawn
+from ejkernel.utils.tolerance import Tolerance, check_close
 from ejkernel_xla.linear_recurrence.config import LinearRecurrenceConfig
 
 CLOSE = Tolerance(1e-5, 1e-4)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel.operations.common.case import Case
+from ejkernel.call.case import Case
 from ejkernel.operations.common.rows.cases import norm_arrays
-from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
 from ejkernel.testing.problem import Problem
+from ejkernel.utils.tolerance import FORWARD, GRADIENT, check_close
 
 WIDTH = 8
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ejkernel.operations.common.case import Case
-from ejkernel.operations.common.tolerance import EXTREME, FORWARD, GRADIENT, check_close
+from ejkernel.call.case import Case
 from ejkernel.operations.delta_rule.cases import arrays as delta
 from ejkernel.operations.linear_recurrence.cases import arrays as linear
 from ejkernel.testing.problem import Problem
+from ejkernel.utils.tolerance import EXTREME, FORWARD, GRADIENT, check_close
 from ejkernel_xla.delta_rule.config import DeltaRuleConfig
 from ejkernel_xla.linear_recurrence.config import LinearRecurrenceConfig
 

@@ -11,9 +11,9 @@ import pytest
 
 import ejkernel
 from ejkernel.operations import get_operation
-from ejkernel.operations.common.tolerance import Tolerance, check_close
 from ejkernel.operations.rwkv4.cases import arrays as rwkv4_arrays
 from ejkernel.operations.selective_scan.cases import arrays as scan_arrays
+from ejkernel.utils.tolerance import Tolerance, check_close
 from ejkernel_xla.rwkv4.config import Rwkv4Config
 from ejkernel_xla.selective_scan.config import SelectiveScanConfig
 

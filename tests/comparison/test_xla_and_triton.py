@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, Tolerance, check_close
 from ejkernel.plugin import Target
 from ejkernel.testing.problem import Problem, cases_of, operations_of, representative
+from ejkernel.utils.tolerance import FORWARD, GRADIENT, Tolerance, check_close
 
 if not operations_of("triton"):
     pytest.skip("ejkernel-triton is not installed: pip install -e ./ejkernel-triton", allow_module_level=True)

@@ -29,13 +29,13 @@ import jax.numpy as jnp
 import numpy as np
 from row_problems import Prepared, Problem, added, norm, norm_rotary, rotary
 
-from ejkernel.operations.common.tolerance import FORWARD
 from ejkernel.operations.paged_attention import cases as attention_cases, reference as attention_reference
 from ejkernel.operations.paged_attention.interface import OPERATION as ATTENTION
 from ejkernel.operations.paged_cache_update import cases
 from ejkernel.operations.paged_cache_update.interface import OPERATION as UPDATE
 from ejkernel.plugin import current_target
 from ejkernel.testing.checks import widened
+from ejkernel.utils.tolerance import FORWARD
 from ejkernel_cuda.paged_attention import (
     capability as attention_capability,
     config as attention_config,

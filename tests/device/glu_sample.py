@@ -29,9 +29,9 @@ import numpy as np
 from check_gpu import seconds, versions
 
 import ejkernel
-from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, deviation
 from ejkernel.plugin import current_target
 from ejkernel.testing.problem import DTYPES, Problem, cases_of
+from ejkernel.utils.tolerance import FORWARD, GRADIENT, deviation
 
 OPERATIONS = ("gated_linear_unit", "sample_tokens")
 VOCABULARY = 128256

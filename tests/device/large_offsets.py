@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from check_gpu import versions
 
 import ejkernel
-from ejkernel.operations.common.tolerance import FORWARD, GRADIENT
+from ejkernel.utils.tolerance import FORWARD, GRADIENT
 
 _PAGE, _PAGES_OF_TAIL = 16, 64
 Arrays = Mapping[str, Any]

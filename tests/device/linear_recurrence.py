@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from check_gpu import chosen_of, in_float32, versions
 
-from ejkernel.operations.common.case import Case
+from ejkernel.call.case import Case
 from ejkernel.operations.linear_recurrence.cases import CASES, arrays
 from ejkernel.operations.linear_recurrence.interface import OPERATION, LinearRecurrenceInputs, LinearRecurrenceOutputs
 from ejkernel.plugin import current_target

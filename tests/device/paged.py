@@ -26,7 +26,7 @@ import numpy as np
 from check_gpu import chosen_of, knobs, seconds, versions
 
 import ejkernel
-from ejkernel.operations.common.case import Case
+from ejkernel.call.case import Case
 from ejkernel.operations.paged_attention import cases, reference
 from ejkernel.operations.paged_attention.interface import OPERATION
 from ejkernel.operations.paged_cache_update import cases as update_cases

@@ -6,9 +6,9 @@ import dataclasses
 import fnmatch
 from collections.abc import Sequence
 
+from ejkernel.call.case import Case
 from ejkernel.errors import invalid, suggestion
 from ejkernel.operations import OPERATIONS, get_operation, operation_module
-from ejkernel.operations.common.case import Case
 from ejkernel_bench._settings import SIZES, Settings
 
 

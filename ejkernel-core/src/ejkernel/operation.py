@@ -5,9 +5,9 @@ from __future__ import annotations
 from ejkernel._pipeline.arguments import public
 from ejkernel._pipeline.operation import Operation
 from ejkernel.call import ArraySpec, Bound, Call, Contract, Cost, Request, vary_like
+from ejkernel.call.case import Case, Toggle
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
-from ejkernel.operations.common.case import Case, Toggle
 from ejkernel.plugin import Phase
 from ejkernel.utils.checks import check_compute, check_shape, finite_number, integer
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel.operations.common.tolerance import Tolerance, check_close
 from ejkernel.operations.paged_attention.cases import cache_of
+from ejkernel.utils.tolerance import Tolerance, check_close
 
 CLOSE = Tolerance(1e-5, 1e-4)
 HEADS, KEY_HEADS, SIZE = 4, 2, 8

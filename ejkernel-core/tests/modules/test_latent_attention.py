@@ -10,7 +10,7 @@ import pytest
 import ejkernel
 from ejkernel import MaskInfo
 from ejkernel.modules import FlashMLA, flash_mla, multi_head_latent_attention
-from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, check_close
+from ejkernel.utils.tolerance import FORWARD, GRADIENT, check_close
 
 B, T, S, H, K, R, NOPE, ROPE, V = 2, 7, 9, 4, 2, 6, 5, 4, 3
 

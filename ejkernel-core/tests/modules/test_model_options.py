@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel.operations.common.tolerance import Tolerance, check_close
+from ejkernel.utils.tolerance import Tolerance, check_close
 
 CLOSE = Tolerance(1e-5, 1e-4)
 RNG = np.random.default_rng(0)

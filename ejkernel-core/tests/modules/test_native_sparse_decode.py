@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import ejkernel
-from ejkernel.operations.common.tolerance import Tolerance, check_close
+from ejkernel.utils.tolerance import Tolerance, check_close
 
 CLOSE = Tolerance(5e-6, 5e-5)
 B, T, H, K, D, V, BLOCK, SPARE = 2, 23, 4, 2, 8, 6, 4, 5

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel
 from ejkernel.operations import get_operation
-from ejkernel.operations.common.tolerance import Tolerance, check_close
+from ejkernel.utils.tolerance import Tolerance, check_close
 
 CLOSE = Tolerance(1e-5, 1e-4)
 RNG = np.random.default_rng(0)

@@ -21,8 +21,8 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from ejkernel.call import Request, has_gradient, named
+from ejkernel.call.case import Case
 from ejkernel.operations import get_operation
-from ejkernel.operations.common.case import Case
 from ejkernel.plugin import Phase, Target, resolve
 from ejkernel.targets import building_for
 from ejkernel.testing.dispatch import decide, policy_for_call

@@ -31,11 +31,11 @@ import jax.numpy as jnp
 import numpy as np
 from check_gpu import versions
 
-from ejkernel.operations.common.tolerance import FORWARD
 from ejkernel.operations.grouped_matmul import reference
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulOutputs
 from ejkernel.operations.grouped_matmul.phases import bounds_of_call
 from ejkernel.plugin import current_target
+from ejkernel.utils.tolerance import FORWARD
 from ejkernel_pallas.mosaic_gpu.grouped_matmul import capability, config, kernel
 
 BEGIN = time.monotonic()

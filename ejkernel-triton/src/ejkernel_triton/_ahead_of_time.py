@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from ejkernel.call import Request, has_gradient, named
+from ejkernel.call.case import Case
 from ejkernel.operations import get_operation
-from ejkernel.operations.common.case import Case
 from ejkernel.plugin import Target, resolve
 from ejkernel.testing.dispatch import Decision, explain_request, policy_for_call
 from ejkernel.testing.shapes import shapes_of

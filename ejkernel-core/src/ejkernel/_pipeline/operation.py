@@ -22,6 +22,7 @@ from ejkernel._dispatch.execution import run_forward
 from ejkernel._pipeline import typecheck
 from ejkernel._pipeline.batching import batched_backward, batched_forward
 from ejkernel._pipeline.values import refuse_foreign
+from ejkernel._plugins.catalog import operation_module
 from ejkernel.call.arrays import has_gradient, named
 from ejkernel.call.contract import Contract
 from ejkernel.call.decision import Explanation
@@ -105,6 +106,15 @@ class Operation(Contract):
 
     def __repr__(self) -> str:
         return f"<operation {self.name}>"
+
+
+def get_operation(name: str) -> Operation:
+    """The operation of this name, whoever brings it.
+
+    Raises:
+        ValueError: there is none; the message suggests a close name.
+    """
+    return operation_module(name, "interface").OPERATION
 
 
 @dataclasses.dataclass(frozen=True)

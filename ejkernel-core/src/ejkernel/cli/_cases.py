@@ -6,9 +6,10 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ejkernel._pipeline.operation import get_operation
+from ejkernel._plugins.catalog import operation_module
+from ejkernel.call.case import Case
 from ejkernel.errors import invalid, suggestion
-from ejkernel.operations import get_operation, operation_module
-from ejkernel.operations.common.case import Case
 from ejkernel.testing.problem import DTYPES
 from ejkernel.testing.shapes import shapes_of
 

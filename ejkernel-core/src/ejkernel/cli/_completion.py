@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 from typing import Annotated
 
 import typer
@@ -9,17 +11,15 @@ import typer
 from ejkernel._plugins import catalog
 from ejkernel._plugins.catalog import FUNCTIONS, OPERATIONS
 from ejkernel._plugins.claims import claims_of
-from ejkernel._plugins.records import PluginRecord
-from ejkernel.operations._plugin import ejkernel_operations
-from ejkernel.plugin import ENTRY_POINT_GROUP, OPERATIONS_GROUP
+from ejkernel.plugin import ENTRY_POINT_GROUP, OPERATIONS_GROUP, OperationPack
 
 
 def _know_own_operations() -> None:
     """Those of other packs would cost their imports; here discovery has not run."""
-    if not catalog.packs():
-        pack = ejkernel_operations()
-        names = catalog.operations_in(pack.operations)
-        catalog.load([PluginRecord("core", "ejkernel-core", "", "", "ok", group=OPERATIONS_GROUP, pack=pack, operations=names)])
+    ours = [] if catalog.packs() else [claim for claim in claims_of(OPERATIONS_GROUP) if claim.first_party]
+    for claim in ours[:1]:
+        pack: OperationPack = importlib.import_module(claim.value).ejkernel_operations()
+        catalog.load([dataclasses.replace(claim, pack=pack, operations=catalog.operations_in(pack.operations))])
 
 
 def complete_operation(incomplete: str) -> list[str]:

@@ -50,10 +50,10 @@ def examine_dispatch(tell: Tell) -> None:
 
 
 def _usual_request(operation: str, target: Any) -> Any:
+    from ejkernel._pipeline.operation import get_operation
     from ejkernel.call.policy import policy_for_call
     from ejkernel.call.request import Request
     from ejkernel.cli._cases import usual_case
-    from ejkernel.operations import get_operation
     from ejkernel.testing.shapes import bound_shapes
 
     dtype = "float32" if target.backend == "cpu" else "bfloat16"

@@ -126,10 +126,10 @@ def _no_arrays(operation: str) -> UserError:
 def _explain_case(operation: str, case: str | None, dtype: str | None, platform: tuple[str, ...] | None) -> tuple[str, Any]:
     """What the case is, and the explanation of it."""
     from ejkernel._dispatch import explanation
+    from ejkernel._pipeline.operation import get_operation
     from ejkernel._plugins.catalog import OPERATIONS
     from ejkernel.call.policy import policy_for_call
     from ejkernel.cli import _cases
-    from ejkernel.operations import get_operation
     from ejkernel.targets import resolve_target
 
     if case is None and operation not in OPERATIONS:

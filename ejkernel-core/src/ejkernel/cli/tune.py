@@ -64,9 +64,9 @@ def _calls_of(
     import jax
     import jax.numpy as jnp
 
+    from ejkernel._pipeline.operation import get_operation
     from ejkernel._plugins.catalog import OPERATIONS, public_function
     from ejkernel.call.arrays import has_gradient
-    from ejkernel.operations import get_operation
     from ejkernel.tuning import record_calls
 
     def call(arrays: Any) -> Any:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ejkernel._plugins.catalog import OPERATIONS, operation_module
 
-if TYPE_CHECKING:  # the plugin module beside must stay light
-    from ejkernel._pipeline.operation import Operation
+if TYPE_CHECKING:
+    from ejkernel._pipeline.operation import get_operation
 
 __all__ = ["OPERATIONS", "get_operation", "operation_module"]
 
 
-def get_operation(name: str) -> Operation:
-    """The operation of this name.
+def __getattr__(name: str) -> Any:
+    if name != "get_operation":  # the plugin module beside must stay light
+        raise AttributeError(f"module 'ejkernel.operations' has no attribute {name!r}")
+    from ejkernel._pipeline.operation import get_operation
 
-    Raises:
-        ValueError: there is none; the message suggests a close name.
-    """
-    return operation_module(name, "interface").OPERATION
+    return get_operation

@@ -13,6 +13,7 @@ import jax
 from jax.core import Tracer
 
 from ejkernel._dispatch.explanation import explain
+from ejkernel._pipeline.operation import get_operation
 from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel.call.arrays import ArraySpec
 from ejkernel.call.decision import Decision
@@ -20,7 +21,6 @@ from ejkernel.call.policy import Policy, current_policy
 from ejkernel.call.request import Request
 from ejkernel.configs.key import canonical_json, encode, running_versions
 from ejkernel.errors import NoKernelError, invalid, wrong_type
-from ejkernel.operations import get_operation
 from ejkernel.targets.target import resolve_target
 from ejkernel.tuning import Key
 

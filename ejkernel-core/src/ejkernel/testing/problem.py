@@ -13,16 +13,15 @@ import numpy as np
 
 from ejkernel._dispatch.execution import run_forward
 from ejkernel._dispatch.explanation import explain_request
-from ejkernel._pipeline.operation import Operation
-from ejkernel._plugins.catalog import OPERATIONS
+from ejkernel._pipeline.operation import Operation, get_operation
+from ejkernel._plugins.catalog import OPERATIONS, operation_module
 from ejkernel._plugins.records import Candidate
 from ejkernel.call.arrays import has_gradient, named
+from ejkernel.call.case import Case, Toggle
 from ejkernel.call.decision import Explanation
 from ejkernel.call.policy import policy_for_call
 from ejkernel.call.records import Bound, Call, given_fields
 from ejkernel.call.request import Request
-from ejkernel.operations import get_operation, operation_module
-from ejkernel.operations.common.case import Case, Toggle
 from ejkernel.plugin import Phase, Plugin, Target, resolve
 from ejkernel.targets.target import resolve_target
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.operations import get_operation
-from ejkernel.operations.common.case import Case
+from ejkernel._pipeline.operation import get_operation
+from ejkernel.call.case import Case
 
 _LARGE = 1 << 20
 """Elements from which on an array is not made."""

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.call.arrays import has_gradient, named, parse_dims
 from ejkernel.call.partition import explicit_mesh_of
-from ejkernel.operations.common.tolerance import GRADIENT, Tolerance, check_close
 from ejkernel.testing.problem import Problem
+from ejkernel.utils.tolerance import GRADIENT, Tolerance, check_close
 
 SAME = {**GRADIENT, "float32": Tolerance(2e-6, 2e-5)}
 """Of what a transform gives and what it should: rounded in another order, or, in a half, to other neighbours."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from ejkernel._pipeline.operation import get_operation
 from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel._plugins.records import Candidate
 from ejkernel.call.arrays import ArraySpec
@@ -14,7 +15,6 @@ from ejkernel.call.request import Request
 from ejkernel.configs.entry import Entry
 from ejkernel.configs.key import Key
 from ejkernel.configs.spaces import config_space, from_plain
-from ejkernel.operations import get_operation
 from ejkernel.plugin import Target
 
 

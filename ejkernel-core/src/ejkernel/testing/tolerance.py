@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, Deviation, Tolerance, deviation, deviation_on_device
+from ejkernel.utils.tolerance import FORWARD, GRADIENT, Deviation, Tolerance, deviation, deviation_on_device
 
 __all__ = ["FORWARD", "GRADIENT", "Deviation", "Tolerance", "deviation", "deviation_on_device"]

@@ -13,15 +13,15 @@ import numpy as np
 
 from ejkernel._dispatch.decisions import willing
 from ejkernel._dispatch.execution import run_backward, run_forward
+from ejkernel._plugins.catalog import operation_module
 from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.call.arrays import has_gradient, named
 from ejkernel.call.random import normal
 from ejkernel.call.request import Request
 from ejkernel.configs.entry import Check
-from ejkernel.operations import operation_module
-from ejkernel.operations.common.tolerance import FORWARD, GRADIENT, Deviation, Tolerance, deviation, deviation_on_device
 from ejkernel.plugin import FALLBACK, Phase
+from ejkernel.utils.tolerance import FORWARD, GRADIENT, Deviation, Tolerance, deviation, deviation_on_device
 
 _REFERENCE_FLOPS = 2e9
 _REFERENCE_SIZE = 2**24

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.operations.common.case import Case, Toggle
+from ejkernel.call.case import Case, Toggle
 
 
 def arrays(

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.operations.common.case import Case, Toggle
+from ejkernel.call.case import Case, Toggle
 
 
 def _stored(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.operations.common.case import Case, Toggle
+from ejkernel.call.case import Case, Toggle
 
 Change = Callable[[np.random.Generator, dict[str, Any]], None]
 

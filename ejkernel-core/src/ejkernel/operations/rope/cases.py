@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ejkernel.operations.common.case import Case, Toggle
+from ejkernel.call.case import Case, Toggle
 from ejkernel.operations.common.rotary.cases import rotary_arrays
 
 _BENCH = frozenset({"bench"})

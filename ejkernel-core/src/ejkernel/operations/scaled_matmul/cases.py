@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.operations.common.case import Case, Toggle
+from ejkernel.call.case import Case, Toggle
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 

@@ -12,9 +12,9 @@ import pytest
 
 from ejkernel._dispatch.execution import run_forward
 from ejkernel.call.arrays import named, parse_dims
-from ejkernel.operations.common.tolerance import FORWARD, Tolerance, check_close
 from ejkernel.testing.problem import Problem
 from ejkernel.testing.report import Report
+from ejkernel.utils.tolerance import FORWARD, Tolerance, check_close
 
 __all__ = ["test_later_values_change_nothing_before"]
 

@@ -12,8 +12,8 @@ import pytest
 
 from ejkernel._dispatch.execution import run_forward
 from ejkernel._plugins.registry import kernel_registry
+from ejkernel.call.case import Case
 from ejkernel.call.policy import use
-from ejkernel.operations.common.case import Case
 from ejkernel.plugin import Target, resolve
 from ejkernel.testing.extent import Extent
 from ejkernel.testing.problem import DTYPES, Problem, admits, case_named, cases_of, is_of, toggles_of

@@ -12,12 +12,12 @@ import pytest
 
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.errors import NoKernelError
-from ejkernel.operations.common.tolerance import EXTREME, FORWARD, GRADIENT, check_close, deviation
 from ejkernel.plugin import Target, resolve
 from ejkernel.testing.extent import Extent
 from ejkernel.testing.problem import Problem, admits, is_of
 from ejkernel.testing.report import Report
 from ejkernel.testing.spaces import check_space
+from ejkernel.utils.tolerance import EXTREME, FORWARD, GRADIENT, check_close, deviation
 
 __all__ = [
     "test_config_space",

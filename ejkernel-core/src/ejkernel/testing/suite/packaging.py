@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ejkernel._pipeline.operation import get_operation
+from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.configs.entry import load_entries
-from ejkernel.operations import OPERATIONS, get_operation
 from ejkernel.plugin import SUPPORTED_API_LEVELS, resolve
 from ejkernel.testing.problem import is_of
 from ejkernel.testing.report import Report

@@ -14,9 +14,9 @@ from ejkernel._plugins.export import EXPORT_DISABLED_CHECKS
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.call.arrays import has_gradient
 from ejkernel.call.policy import use
-from ejkernel.operations.common.tolerance import Tolerance, check_close
 from ejkernel.testing.problem import Problem, is_of, seed_of
 from ejkernel.testing.sharded import SAME
+from ejkernel.utils.tolerance import Tolerance, check_close
 
 __all__ = [
     "test_checkpoint",
