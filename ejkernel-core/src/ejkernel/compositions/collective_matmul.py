@@ -19,7 +19,7 @@ from ejkernel.call.policy import current_policy
 from ejkernel.compositions.axes import Axes, as_axes, axis_size, check_mesh_axes, rotated
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.operations.flash_attention.bind import as_flag, as_precision
+from ejkernel.operations.common.options import as_flag, as_precision
 from ejkernel.utils.checks import check_compute
 from ejkernel.utils.dtypes import accumulator, common_dtype
 

@@ -15,7 +15,7 @@ from ejkernel._pipeline.operation import static_options
 from ejkernel.call.traced import split_traced, with_traced
 from ejkernel.compositions import mesh as _mesh
 from ejkernel.errors import invalid
-from ejkernel.operations.flash_attention import bind
+from ejkernel.operations.flash_attention.dropout import as_dropout_rate, streams_of_seed
 
 Axes = tuple[str, ...]
 _FOLLOWING = ("bias", "softmax_aux")
@@ -170,9 +170,9 @@ def _with_streams(plan: Plan, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The dropout streams of the whole problem in place of its seed, so that splitting it drops the same entries."""
     changed = {name: value for name, value in arrays.items() if name != "dropout_seed"}
     query, options = arrays["query"], dict(plan.options)
-    rate, same = bind.as_dropout_rate(options.get("dropout_prob", 0.0)), bool(options.get("broadcast_dropout"))
+    rate, same = as_dropout_rate(options.get("dropout_prob", 0.0)), bool(options.get("broadcast_dropout"))
     batch = query.shape[0] if len(query.shape) == 4 else 1
-    streams = bind.dropout_streams(rate, arrays.get("dropout_seed"), batch, query.shape[-2], same=same)
+    streams = streams_of_seed(rate, arrays.get("dropout_seed"), batch, query.shape[-2], same=same)
     return {**changed, "dropout_streams": streams}
 
 

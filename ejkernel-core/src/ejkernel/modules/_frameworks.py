@@ -20,7 +20,8 @@ from jax.core import Tracer
 from ejkernel._pipeline.arguments import REFUSED
 from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.masks import MaskInfo
-from ejkernel.operations.flash_attention.bind import as_dropout_rate, as_flag, seed_words
+from ejkernel.operations.common.options import as_flag
+from ejkernel.operations.flash_attention.dropout import as_dropout_rate, seed_words
 from ejkernel.utils.checks import check_array, result_dtype
 
 Function = TypeVar("Function", bound=Callable[..., Any])

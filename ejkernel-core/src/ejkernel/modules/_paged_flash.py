@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 from ejkernel.compositions.mesh import is_sharded, named_specs, over_mesh
 from ejkernel.errors import argument_names, invalid
 from ejkernel.masks import MaskInfo
+from ejkernel.operations.common.options import as_count, as_flag
 from ejkernel.operations.common.pages import check_starts, known_values
-from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.paged_attention import forms as _paged
 from ejkernel.operations.paged_attention.by_table import rows_over_pages
 from ejkernel.utils.tracing import has_traced, is_traced
@@ -60,7 +60,7 @@ def attend_over_pages(
         meaning = "'bottom_right' with block_tables: queries are the last tokens of their rows"
         raise invalid("causal_alignment", repr(causal_alignment), meaning)
     _check_known(arrays, info)
-    causal = bind.as_flag("causal", causal) or info.causal
+    causal = as_flag("causal", causal) or info.causal
     one_token = arrays["cum_seqlens_q"] is None and arrays["query"].shape[-3] == 1
     causal, window = _window(sliding_window, causal, one_token)
     given = {
@@ -111,7 +111,7 @@ def _window(sliding_window: Any, causal: bool, one_token: bool) -> tuple[bool, A
     sides = sliding_window if isinstance(sliding_window, (tuple, list)) else (sliding_window, sliding_window)
     if len(sides) != 2:
         raise invalid("sliding_window", sliding_window, "an int or (left, right)")
-    left, right = (side if side is None or is_traced(side) else bind.as_count("sliding_window", side, 0) for side in sides)
+    left, right = (side if side is None or is_traced(side) else as_count("sliding_window", side, 0) for side in sides)
     width = _paged.window_of((left, right))
     if causal or one_token:
         return causal, width

@@ -23,7 +23,7 @@ from ejkernel.operations.block_sparse_attention.layout import (
     as_predicate_or_map,
     block_sparse_layout,
 )
-from ejkernel.operations.flash_attention.bind import as_flag
+from ejkernel.operations.common.options import as_flag
 from ejkernel.utils.checks import check_array
 
 __all__ = ["BlockSparseAttention", "BlockSparseLayout", "block_sparse_layout", "blocksparse_attention"]

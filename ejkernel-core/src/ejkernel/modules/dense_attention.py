@@ -16,7 +16,9 @@ from ejkernel.modules._frameworks import honours_masks, no_attention_function
 from ejkernel.modules._options import FlashAttentionOptions, VarlenOptions
 from ejkernel.modules._paged_flash import attend_over_pages
 from ejkernel.operations.common.dtypes import dtype_name
-from ejkernel.operations.flash_attention.bind import as_dropout_rate, as_flag, as_logits_dtype
+from ejkernel.operations.common.options import as_flag
+from ejkernel.operations.flash_attention.bind import as_logits_dtype
+from ejkernel.operations.flash_attention.dropout import as_dropout_rate
 from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, made_bias, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.operations.flash_attention.weights import with_weights

@@ -13,7 +13,7 @@ from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
 from ejkernel.modules._frameworks import honours_masks
 from ejkernel.modules._options import DotProductOptions
-from ejkernel.operations.flash_attention import bind
+from ejkernel.operations.common.options import as_flag
 from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, made_bias, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.operations.flash_attention.unbatched import unbatched
@@ -145,12 +145,12 @@ def scaled_dot_product_attention(
     arrays = given_arrays(query, key, value, bias, None, mask_info, dropout_seed)
     options = {
         "softmax_scale": _one_of("scale", scale, "softmax_scale", softmax_scale),
-        "causal": bind.as_flag("is_causal", is_causal) | bind.as_flag("causal", causal),
+        "causal": as_flag("is_causal", is_causal) | as_flag("causal", causal),
         "sliding_window": _one_of("local_window_size", local_window_size, "sliding_window", sliding_window),
         "dropout_prob": dropout_prob,
         "broadcast_dropout": broadcast_dropout,
         "precision": precision,
-        "return_lse": bind.as_flag("return_residual", return_residual),
+        "return_lse": as_flag("return_residual", return_residual),
     }
     lengths = {"query_lengths": query_seq_lengths, "key_lengths": key_value_seq_lengths}
     lengths = {name: given for name, given in lengths.items() if given is not None}

@@ -16,7 +16,8 @@ from ejkernel.errors import invalid
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.common.heads import repeat_heads
-from ejkernel.operations.flash_attention.bind import as_flag, as_precision, host_seed
+from ejkernel.operations.common.options import as_flag, as_precision
+from ejkernel.operations.flash_attention.dropout import host_seed
 from ejkernel.operations.flash_attention.forms import check_cum_seqlens, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.utils.checks import check_array, check_compute, check_shape

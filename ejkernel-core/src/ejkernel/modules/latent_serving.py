@@ -13,7 +13,7 @@ from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_form
 from ejkernel.modules._options import LatentServingOptions
-from ejkernel.operations.flash_attention.bind import as_number
+from ejkernel.operations.common.options import as_number
 from ejkernel.operations.latent_paged_attention.interface import OPERATION as _LATENT_PAGED_ATTENTION
 from ejkernel.operations.paged_attention import forms as _paged
 from ejkernel.operations.paged_cache_update.interface import OPERATION as _PAGED_CACHE_UPDATE

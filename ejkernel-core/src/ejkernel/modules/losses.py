@@ -29,8 +29,8 @@ from ejkernel.compositions.vocabulary_parallel import (
 )
 from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_form
+from ejkernel.operations.common.options import as_count, as_flag, as_precision, as_soft_cap
 from ejkernel.operations.cross_entropy.interface import IGNORED, OPERATION as _CROSS_ENTROPY
-from ejkernel.operations.flash_attention.bind import as_count, as_flag, as_precision, as_soft_cap
 from ejkernel.operations.flash_attention.interface import is_concrete
 from ejkernel.operations.linear_cross_entropy.interface import OPERATION as _LINEAR_CROSS_ENTROPY
 from ejkernel.utils.checks import check_array, check_compute, check_shape, finite_number

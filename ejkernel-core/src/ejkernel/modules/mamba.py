@@ -16,6 +16,7 @@ from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.modules.states import check_groups, step_sizes
 from ejkernel.operations.common.heads import repeat_heads
+from ejkernel.operations.common.options import as_flag
 from ejkernel.operations.common.packed import (
     check_bounds,
     edge_tokens,
@@ -24,7 +25,6 @@ from ejkernel.operations.common.packed import (
     taking_part,
     zero_outside,
 )
-from ejkernel.operations.flash_attention.bind import as_flag
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
 from ejkernel.utils.checks import check_compute, check_given, check_shape
 

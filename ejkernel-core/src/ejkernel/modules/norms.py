@@ -15,7 +15,7 @@ from ejkernel.call.arrays import statistics_dtype
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.operations.add_rms_norm.interface import OPERATION as _ADD_RMS_NORM
-from ejkernel.operations.flash_attention.bind import as_flag
+from ejkernel.operations.common.options import as_flag
 from ejkernel.operations.layer_norm.interface import OPERATION as _LAYER_NORM
 from ejkernel.operations.rms_norm.interface import OPERATION as _RMS_NORM
 from ejkernel.utils.checks import check_compute, check_shape

@@ -12,8 +12,8 @@ from ejkernel.call.arrays import statistics_dtype
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
+from ejkernel.operations.common.options import as_count
 from ejkernel.operations.common.packed import zero_outside
-from ejkernel.operations.flash_attention.bind import as_count
 from ejkernel.operations.mean_pooling.interface import OPERATION as _MEAN_POOLING
 from ejkernel.utils.checks import check_array, check_compute, check_shape
 

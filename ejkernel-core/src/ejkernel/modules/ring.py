@@ -19,7 +19,7 @@ from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_form
 from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import RingOptions
-from ejkernel.operations.flash_attention.bind import as_count
+from ejkernel.operations.common.options import as_count
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.utils.checks import check_array, normalise_axis
 

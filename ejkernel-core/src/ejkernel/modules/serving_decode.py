@@ -17,8 +17,8 @@ from ejkernel.call.records import Bound
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_form
+from ejkernel.operations.common.options import as_count
 from ejkernel.operations.common.pages import check_lengths
-from ejkernel.operations.flash_attention.bind import as_count
 from ejkernel.operations.paged_attention import forms as _paged
 from ejkernel.operations.paged_attention.first_keys import traced_limits
 from ejkernel.utils.checks import check_array, check_shape

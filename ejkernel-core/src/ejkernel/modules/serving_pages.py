@@ -13,8 +13,8 @@ from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_form
 from ejkernel.modules._options import PageAttentionOptions, PrefillOptions
+from ejkernel.operations.common.options import as_count
 from ejkernel.operations.common.pages import LAYOUTS, PageShape, known_values
-from ejkernel.operations.flash_attention.bind import as_count
 from ejkernel.operations.paged_attention import forms as _paged
 from ejkernel.operations.paged_attention.interface import OPERATION as _PAGED_ATTENTION
 from ejkernel.utils.checks import check_array

@@ -19,7 +19,9 @@ from ejkernel.modules._class_api import class_form
 from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import DispatchOptions
 from ejkernel.modules.dense_attention import flash_attention
+from ejkernel.operations.common.options import as_count
 from ejkernel.operations.common.pages import check_row_lengths
+from ejkernel.operations.common.scale import as_scale, scaled
 from ejkernel.operations.common.selected import NOTHING, check_integers
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.forms import check_cum_seqlens
@@ -111,7 +113,7 @@ def native_sparse_attention(
     Source: Yuan et al., Native Sparse Attention, 2025 (with means as its compression).
     """
     bind.check_query_key_value(query, key, value)
-    window_size = bind.as_count("window_size", window_size, 0)
+    window_size = as_count("window_size", window_size, 0)
     if g_swa is not None and not window_size:
         raise invalid("g_swa", "a gate", "None without a window", remedy="pass window_size=")
     for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa)):
@@ -133,12 +135,12 @@ def native_sparse_attention(
         "g_swa": g_swa,
         "kv_lens": kv_lens,
     }
-    block_size = bind.as_count("block_size", block_size, 1)
+    block_size = as_count("block_size", block_size, 1)
     options = {
         "count": _most_blocks(counts, key.shape[1], block_size) if block_indices is None else _static(counts),
         "block_size": block_size,
         "window_size": window_size,
-        "scale": softmax_scale if is_traced(softmax_scale) else bind.as_scale(softmax_scale, query.shape[3]),
+        "scale": softmax_scale if is_traced(softmax_scale) else as_scale(softmax_scale, query.shape[3]),
         "platform": platform,
         "cfg": cfg,
     }
@@ -316,7 +318,7 @@ def _branches(
     computed, dtype = block_indices is None, query.dtype
     if not capturing():
         query, key, value = bind.in_one_dtype(query, key, value)
-        query, scale = bind.scaled(query, scale, query.shape[3])
+        query, scale = scaled(query, scale, query.shape[3])
     if kv_lens is not None:
         found = decode_branches(
             query=query,
@@ -425,7 +427,7 @@ def _gated_sum(parts: list[tuple[Any, Any]]) -> Any:
 def _as_counts(block_counts: Any, rows: tuple[int, ...]) -> Any:
     """An int, or integers `[B,T,K]`."""
     if getattr(block_counts, "ndim", 0) == 0:
-        return bind.as_count("block_counts", block_counts, 0)
+        return as_count("block_counts", block_counts, 0)
     check_integers("block_counts", block_counts)
     if tuple(block_counts.shape) != tuple(rows):
         raise invalid("block_counts", f"shape {tuple(block_counts.shape)}", f"an int, or [B,T,K] = {tuple(rows)}")

@@ -14,8 +14,9 @@ from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh, with_rows
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_form
+from ejkernel.operations.common.options import as_count, as_flag, as_number
 from ejkernel.operations.common.pages import check_row_lengths
-from ejkernel.operations.flash_attention import bind
+from ejkernel.operations.common.scale import as_scale, scaled
 from ejkernel.operations.lightning_indexer.interface import FLOAT8, OPERATION as _INDEXER
 from ejkernel.operations.sparse_latent_attention.interface import OPERATION as _SPARSE_LATENT
 from ejkernel.utils.checks import check_array, check_compute, check_shape
@@ -111,14 +112,14 @@ def deepseek_attn(
     }
     _check(arrays)
     if index_softmax_scale is not None and not is_traced(index_softmax_scale):  # a positive factor chooses the same tokens
-        index_scale = bind.as_number("index_softmax_scale", index_softmax_scale)
+        index_scale = as_number("index_softmax_scale", index_softmax_scale)
         if index_scale <= 0:
             raise invalid("index_softmax_scale", index_scale, "a value > 0")
     size = w_kc.shape[2] + (0 if b_k is None else b_k.shape[2])
     options = {
-        "count": min(bind.as_count("index_topk", index_topk, 1), key_value.shape[1]),
-        "scale": softmax_scale if is_traced(softmax_scale) else bind.as_scale(softmax_scale, size),
-        "causal": bind.as_flag("causal", causal),
+        "count": min(as_count("index_topk", index_topk, 1), key_value.shape[1]),
+        "scale": softmax_scale if is_traced(softmax_scale) else as_scale(softmax_scale, size),
+        "causal": as_flag("causal", causal),
         "platform": platform,
         "cfg": cfg,
     }
@@ -157,7 +158,7 @@ def _attend(
 ) -> Any:
     """The operation between two products, on checked arguments."""
     size = w_kc.shape[2] + (0 if b_k is None else b_k.shape[2])
-    options = {"value_size": key_value.shape[2], "softmax_scale": bind.as_scale(None, size), "is_distinct": True}
+    options = {"value_size": key_value.shape[2], "softmax_scale": as_scale(None, size), "is_distinct": True}
     if capturing():
         # Nothing is computed while a call is explained, so that its arrays may be shapes alone.
         rope = 0 if b_k is None else b_k.shape[2]
@@ -178,7 +179,7 @@ def _attend(
     if kv_lens is not None and query.shape[1] == 1:
         key_value, b_k, tokens = _read(key_value, b_k, tokens)
     latent_query, latents = _absorbed(query, key_value, w_kc, b_q, b_k)
-    latent_query, options["softmax_scale"] = bind.scaled(latent_query, scale, size)
+    latent_query, options["softmax_scale"] = scaled(latent_query, scale, size)
     arrays = {"query": latent_query, "key_value": latents, "token_indices": tokens}
     out = _SPARSE_LATENT.invoke(arrays, options, platform=platform, cfg=cfg)
     return _per_key_head("btkgr,rkv->btkgv", out, w_vc)

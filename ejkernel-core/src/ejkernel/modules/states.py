@@ -16,8 +16,8 @@ from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_form
 from ejkernel.modules._options import DispatchOptions
 from ejkernel.modules.norms import Activation, activation, gated_rms_norm
+from ejkernel.operations.common.options import as_flag
 from ejkernel.operations.common.packed import check_bounds, segment_starts, taking_part, zero_outside
-from ejkernel.operations.flash_attention.bind import as_flag
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
 from ejkernel.operations.rwkv4.interface import OPERATION as _RWKV4
 from ejkernel.operations.selective_scan.interface import OPERATION as _SELECTIVE_SCAN

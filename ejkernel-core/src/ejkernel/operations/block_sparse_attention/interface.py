@@ -16,7 +16,7 @@ from ejkernel.call.random import positions
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.block_sparse_attention.tiles import check_predicate
-from ejkernel.operations.flash_attention.bind import as_count
+from ejkernel.operations.common.options import as_count
 from ejkernel.operations.flash_attention.interface import (
     OPERATION as FLASH_ATTENTION,
     FlashAttentionCall,

@@ -18,7 +18,7 @@ from ejkernel.call.arrays import ArraySpec
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import MaskInfo
 from ejkernel.operations.block_sparse_attention import tiles
-from ejkernel.operations.flash_attention.bind import as_count, as_flag
+from ejkernel.operations.common.options import as_count, as_flag
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
 from ejkernel.operations.flash_attention.visibility import Visibility, as_window
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.operations.flash_attention import bind
+from ejkernel.operations.common.options import as_count
+from ejkernel.operations.flash_attention.dropout import host_seed
 from ejkernel.operations.flash_attention.interface import OPERATION, is_concrete
 from ejkernel.operations.flash_attention.visibility import check_alignment
 from ejkernel.utils.checks import check_array
@@ -33,7 +34,7 @@ def check_layout(layout: Any) -> None:
 def check_cum_seqlens(name: str, array: Any, tokens: int, longest: Any = None, longest_name: str = "") -> None:
     """Check cumulative lengths as far as they are known: shape and type always, values when they are concrete."""
     if longest is not None:
-        longest = bind.as_count(longest_name, longest, 0)
+        longest = as_count(longest_name, longest, 0)
     key = (id(array), tokens, longest)
     if _checked.get(key) is array:
         return
@@ -221,5 +222,5 @@ def given_arrays(query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any, 
     for name, array in (("query", query), ("key", key), ("value", value), ("bias", bias), ("softmax_aux", softmax_aux)):
         if array is not None and not hasattr(array, "dtype"):
             raise wrong_type(name, type(array).__name__, "an array")
-    given = {"bias": bias, "softmax_aux": softmax_aux, "mask_info": mask_info, "dropout_seed": bind.host_seed(seed)}
+    given = {"bias": bias, "softmax_aux": softmax_aux, "mask_info": mask_info, "dropout_seed": host_seed(seed)}
     return {"query": query, "key": key, "value": value, **{name: a for name, a in given.items() if a is not None}}

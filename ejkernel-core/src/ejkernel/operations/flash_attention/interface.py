@@ -16,7 +16,10 @@ from ejkernel.call.arrays import ArraySpec, named
 from ejkernel.call.random import positions, segments
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid
+from ejkernel.operations.common.options import as_flag, as_precision, as_soft_cap
+from ejkernel.operations.common.scale import scaled
 from ejkernel.operations.flash_attention import bind
+from ejkernel.operations.flash_attention.dropout import as_dropout_rate, check_dropout_streams, streams_of_seed
 from ejkernel.operations.flash_attention.pairs import count_pairs
 from ejkernel.operations.flash_attention.visibility import TracedLimits, Visibility
 from ejkernel.plugin import Phase
@@ -166,7 +169,7 @@ class FlashAttention(Operation):
             query_lengths, key_lengths: int `[B|1]`; tokens from there on are padding.
             dropout_seed: int, integer scalar or PRNG key.
             dropout_streams: uint32 `[B, H, 2]` in place of a seed, for shards of a larger problem.
-            softmax_scale: None means `1 / sqrt(D)`; traced, the query is multiplied by it, see `bind.scaled`.
+            softmax_scale: None means `1 / sqrt(D)`; traced, the query is multiplied by it, see `scaled`.
             causal: a key is visible up to the query's position.
             causal_alignment: "top_left" (also what None means): query 0 at position 0; "bottom_right": at S - T.
             sliding_window: `(left, right)`, inclusive; an int w means (w, w). A traced side, like a traced chunk_size, becomes part
@@ -187,7 +190,7 @@ class FlashAttention(Operation):
         batch, queries, heads, head_size = query.shape
         keys = key.shape[1]
         sizes = (batch, heads, queries, keys)
-        query, scale = bind.scaled(query, softmax_scale, head_size)
+        query, scale = scaled(query, softmax_scale, head_size)
         limits, sliding_window, chunk_size = TracedLimits.taken_from(sliding_window, chunk_size)
         said = Visibility(
             mask=mask,
@@ -205,12 +208,12 @@ class FlashAttention(Operation):
         seen = said.checked(sizes) & Visibility.of_mask_info(mask_info).checked(sizes)
         seen = seen.aligned(causal_alignment, queries, keys).limited(limits, queries, keys)
         seen = seen.with_padding_as_segments(queries, keys).simplified()
-        rate = bind.as_dropout_rate(dropout_prob)
+        rate = as_dropout_rate(dropout_prob)
         if dropout_streams is not None and rate:
-            bind.check_dropout_streams(dropout_streams, batch, heads)
+            check_dropout_streams(dropout_streams, batch, heads)
         elif dropout_streams is None:
-            same = bind.as_flag("broadcast_dropout", broadcast_dropout)
-            dropout_streams = bind.dropout_streams(rate, dropout_seed, batch, heads, same=same)
+            same = as_flag("broadcast_dropout", broadcast_dropout)
+            dropout_streams = streams_of_seed(rate, dropout_seed, batch, heads, same=same)
         inputs = FlashAttentionInputs(
             query=query,
             key=key,
@@ -232,12 +235,12 @@ class FlashAttention(Operation):
             window=seen.window,
             chunk_size=seen.chunk_size,
             prefix=seen.prefix,
-            soft_cap=bind.as_soft_cap(logits_soft_cap),
+            soft_cap=as_soft_cap(logits_soft_cap),
             dropout_rate=rate,
-            normalize_output=bind.as_flag("normalize_output", normalize_output),
+            normalize_output=as_flag("normalize_output", normalize_output),
             logits_dtype=bind.as_logits_dtype(logits_dtype, query.dtype),
-            precision=bind.as_precision(precision),
-            return_lse=bind.as_flag("return_lse", return_lse),
+            precision=as_precision(precision),
+            return_lse=as_flag("return_lse", return_lse),
         )
 
         def finish(outputs: FlashAttentionOutputs) -> Any:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.errors import EjkernelWarning, invalid, wrong_type
-from ejkernel.operations.flash_attention.bind import as_count, as_flag, as_score_shaped
+from ejkernel.operations.common.options import as_count, as_flag
+from ejkernel.operations.flash_attention.bind import as_score_shaped
 from ejkernel.utils.checks import check_array
 from ejkernel.utils.integers import as_int32
 from ejkernel.utils.tracing import is_traced, traced_count

@@ -14,7 +14,7 @@ from ejkernel._pipeline.operation import Operation
 from ejkernel.call.arrays import ArraySpec, has_gradient
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.operations.flash_attention.bind import as_precision
+from ejkernel.operations.common.options import as_precision
 from ejkernel.operations.grouped_matmul.groups import check_groups, check_sizes, grouping, random_grouping
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array

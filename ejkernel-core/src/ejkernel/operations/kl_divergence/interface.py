@@ -15,8 +15,8 @@ from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.common import vocabulary as vocabulary
+from ejkernel.operations.common.options import as_precision
 from ejkernel.operations.common.rows.interface import SHARDABLE_ROWS, row_dims
-from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_shape, finite_number

@@ -16,7 +16,8 @@ from ejkernel.call.random import requests
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.common import pages as _pages
-from ejkernel.operations.flash_attention import bind
+from ejkernel.operations.common.options import as_count, as_flag, as_precision, as_soft_cap
+from ejkernel.operations.common.scale import scaled
 from ejkernel.operations.paged_attention.first_keys import first_keys_of, traced_limits
 from ejkernel.operations.paged_attention.interface import as_window
 from ejkernel.plugin import Phase
@@ -143,14 +144,14 @@ class LatentPagedAttention(Operation):
             raise wrong_type("query_pe", f"dtype {query_pe.dtype}", f"that of query_nope, {query_nope.dtype}")
         check_array("pages", pages, ndim=3, floating=False)
         pages = _pages.canonical_pages("pages", pages[:, :, None], "pthd")[..., 0, :]
-        offset = size if pe_offset is None else bind.as_count("pe_offset", pe_offset, size)
+        offset = size if pe_offset is None else as_count("pe_offset", pe_offset, size)
         if min(heads, size) == 0 or pages.shape[3] < offset + query_pe.shape[2]:
             need = f"at least {offset + query_pe.shape[2]}: latents of {size} and rotary parts of {query_pe.shape[2]}"
             raise invalid("pages", f"{pages.shape[3]} channels for {heads} heads", need)
         starts, lengths, tables = _pages.canonical_requests(query_start_loc, kv_lens, block_tables)
         limits = traced_limits(sliding_window, None, True)
-        query_nope, scale = bind.scaled(query_nope, softmax_scale, size + query_pe.shape[2])
-        query_pe, _ = bind.scaled(query_pe, softmax_scale, size + query_pe.shape[2])
+        query_nope, scale = scaled(query_nope, softmax_scale, size + query_pe.shape[2])
+        query_pe, _ = scaled(query_pe, softmax_scale, size + query_pe.shape[2])
         inputs = LatentPagedAttentionInputs(
             query_nope=query_nope[None],
             query_pe=query_pe[None],
@@ -167,9 +168,9 @@ class LatentPagedAttention(Operation):
             pe_offset=offset,
             scale=scale,
             window=None if is_traced(sliding_window) else as_window(sliding_window),
-            soft_cap=bind.as_soft_cap(logits_soft_cap),
-            precision=bind.as_precision(precision),
-            return_lse=bind.as_flag("return_lse", return_lse),
+            soft_cap=as_soft_cap(logits_soft_cap),
+            precision=as_precision(precision),
+            return_lse=as_flag("return_lse", return_lse),
         )
 
         def finish(outputs: LatentPagedAttentionOutputs) -> Any:

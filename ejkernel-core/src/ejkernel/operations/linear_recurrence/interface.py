@@ -15,9 +15,9 @@ from ejkernel.call.arrays import ArraySpec, named
 from ejkernel.call.random import cumulative
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
+from ejkernel.operations.common.options import as_precision
 from ejkernel.operations.common.packed import as_bounds, check_bounds, check_packed
 from ejkernel.operations.common.scale import output_scale
-from ejkernel.operations.flash_attention.bind import as_precision
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute, check_shape

@@ -15,6 +15,8 @@ from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
 from ejkernel.call.random import positions
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid
+from ejkernel.operations.common.options import as_count, as_flag
+from ejkernel.operations.common.scale import scaled
 from ejkernel.operations.common.selected import NOTHING, check_integers, distinct
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.interface import is_concrete
@@ -103,11 +105,11 @@ class NativeSparseAttention(Operation):
         bind.check_query_key_value(query, key, value)
         dtype = query.dtype
         query, key, value = bind.in_one_dtype(query, key, value)
-        query, scale = bind.scaled(query, softmax_scale, query.shape[3])
+        query, scale = scaled(query, softmax_scale, query.shape[3])
         batch, length, _, _ = query.shape
         if key.shape[1] != length:
             raise invalid("key", f"length {key.shape[1]}", f"the query's {length}")
-        block_size = bind.as_count("block_size", block_size, 1)
+        block_size = as_count("block_size", block_size, 1)
         check_integers("block_indices", block_indices, ndim=4)
         rows = (batch, length, key.shape[2])
         if tuple(block_indices.shape[:3]) != rows:
@@ -119,14 +121,14 @@ class NativeSparseAttention(Operation):
             query,
             key,
             value,
-            named_blocks if bind.as_flag("is_distinct", is_distinct) else distinct(named_blocks),
+            named_blocks if as_flag("is_distinct", is_distinct) else distinct(named_blocks),
             None if starts is None else jnp.minimum(starts, max(length - 1, 0)),
         )
         call = NativeSparseAttentionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
             block_size=block_size,
             scale=scale,
-            return_lse=bind.as_flag("return_lse", return_lse),
+            return_lse=as_flag("return_lse", return_lse),
         )
 
         def finish(outputs: NativeSparseAttentionOutputs) -> Any:
@@ -196,7 +198,7 @@ def _counts(block_counts: Any, rows: tuple[int, int, int], slots: int) -> Any:
     if block_counts is None:
         return None
     if not hasattr(block_counts, "dtype") or getattr(block_counts, "ndim", 0) == 0:
-        return min(bind.as_count("block_counts", block_counts, 0), slots)
+        return min(as_count("block_counts", block_counts, 0), slots)
     check_integers("block_counts", block_counts)
     if tuple(block_counts.shape) != rows:
         raise invalid("block_counts", f"shape {tuple(block_counts.shape)}", f"an int, or [B,T,K] = {rows}")

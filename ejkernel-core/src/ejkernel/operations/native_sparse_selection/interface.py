@@ -16,8 +16,8 @@ from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
 from ejkernel.call.random import positions
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
+from ejkernel.operations.common.scale import as_scale
 from ejkernel.operations.common.selected import check_integers
-from ejkernel.operations.flash_attention import bind
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute, check_shape, integer
@@ -138,7 +138,7 @@ class NativeSparseSelection(Operation):
         call = NativeSparseSelectionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
             count=count,
-            scale=bind.as_scale(softmax_scale, size),
+            scale=as_scale(softmax_scale, size),
         )
         return Bound(call, inputs, lambda outputs: outputs.blocks)
 

@@ -16,7 +16,9 @@ from ejkernel.call.random import requests
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.common import pages as _pages
+from ejkernel.operations.common.options import as_count, as_flag, as_precision, as_soft_cap
 from ejkernel.operations.common.pages import FUSED, PageShape
+from ejkernel.operations.common.scale import scaled
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.paged_attention.chunks import check_chunks, requests_of_chunks
 from ejkernel.operations.paged_attention.first_keys import first_keys_of, traced_limits
@@ -188,7 +190,7 @@ class PagedAttention(Operation):
             first_keys: int `[N]`: a token sees no key before this one of its request.
             layout: a name of `_pages.LAYOUTS`.
             key_heads: the heads in use where fused pages have padding after them.
-            softmax_scale: None means `1 / sqrt(D)`; traced, the query is multiplied by it, see `bind.scaled`.
+            softmax_scale: None means `1 / sqrt(D)`; traced, the query is multiplied by it, see `scaled`.
             causal: a key is visible up to the query's position.
             sliding_window: w >= 1: the last w keys, the query's own position included. Traced, it becomes part of first_keys, and
                 so does chunk_size, which then need not be a multiple of the page size.
@@ -209,17 +211,17 @@ class PagedAttention(Operation):
         used = shape.heads if key_heads is None else key_heads
         _check_query(query, key_pages.shape, used, layout)
         starts, lengths, tables = _pages.canonical_requests(query_start_loc, kv_lens, block_tables)
-        causal = bind.as_flag("causal", causal)
+        causal = as_flag("causal", causal)
         limits = traced_limits(sliding_window, chunk_size, causal)
         if is_traced(sliding_window):
             sliding_window = None
         if chunk_size is not None and not is_traced(chunk_size):
-            chunk_size = bind.as_count("chunk_size", chunk_size, 1)
+            chunk_size = as_count("chunk_size", chunk_size, 1)
             check_chunks(chunk_size, shape.page_size, causal, qq_bias)
             described = (starts, lengths, tables, query_start_loc)
             starts, lengths, tables = requests_of_chunks(*described, query.shape[0], shape.page_size, chunk_size)
         heads = query.shape[1]
-        query, scale = bind.scaled(query, softmax_scale, query.shape[2])
+        query, scale = scaled(query, softmax_scale, query.shape[2])
         key_scale, key_token_scale = _pages.canonical_scales("k_scale", k_scale, used, shape)
         value_scale, value_token_scale = _pages.canonical_scales("v_scale", v_scale, used, shape)
         inputs = PagedAttentionInputs(
@@ -245,9 +247,9 @@ class PagedAttention(Operation):
             scale=scale,
             causal=causal,
             window=as_window(sliding_window),
-            soft_cap=bind.as_soft_cap(logits_soft_cap),
-            precision=bind.as_precision(precision),
-            return_lse=bind.as_flag("return_lse", return_lse),
+            soft_cap=as_soft_cap(logits_soft_cap),
+            precision=as_precision(precision),
+            return_lse=as_flag("return_lse", return_lse),
         )
 
         def finish(outputs: PagedAttentionOutputs) -> Any:
@@ -357,11 +359,11 @@ def as_window(window: Any) -> Any:
             raise invalid("sliding_window", window, "an int or (left, right)")
         left, right = window
         if right is not None and not is_traced(right):
-            bind.as_count("sliding_window", right, 0)
+            as_count("sliding_window", right, 0)
         if is_traced(left):
             return jnp.minimum(traced_count("sliding_window", left, 0), 2**31 - 2) + 1
-        return None if left is None else bind.as_count("sliding_window", left, 0) + 1
-    return traced_count("sliding_window", window, 1) if is_traced(window) else bind.as_count("sliding_window", window, 1)
+        return None if left is None else as_count("sliding_window", left, 0) + 1
+    return traced_count("sliding_window", window, 1) if is_traced(window) else as_count("sliding_window", window, 1)
 
 
 OPERATION = PagedAttention()

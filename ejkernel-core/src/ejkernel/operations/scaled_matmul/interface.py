@@ -15,7 +15,7 @@ from ejkernel.call.arrays import ArraySpec
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.operations.common.matrices import matrices, rows_as_given
-from ejkernel.operations.flash_attention.bind import as_precision
+from ejkernel.operations.common.options import as_precision
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_array, check_compute, check_shape, result_dtype

@@ -15,8 +15,9 @@ from ejkernel.call.arrays import ArraySpec, named, statistics_dtype
 from ejkernel.call.random import positions
 from ejkernel.call.records import Bound, Call, Cost
 from ejkernel.errors import invalid, wrong_type
+from ejkernel.operations.common.options import as_count, as_flag
+from ejkernel.operations.common.scale import scaled
 from ejkernel.operations.common.selected import NOTHING, check_integers, distinct
-from ejkernel.operations.flash_attention import bind
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
 from ejkernel.utils.checks import check_compute
@@ -108,20 +109,20 @@ class SparseLatentAttention(Operation):
         check_integers("token_indices", token_indices, ndim=3)
         if tuple(token_indices.shape[:2]) != (batch, length):
             raise invalid("token_indices", f"shape {tuple(token_indices.shape)}", f"[B,T,k] with (B, T) = {(batch, length)}")
-        values = size if value_size is None else bind.as_count("value_size", value_size, 1)
+        values = size if value_size is None else as_count("value_size", value_size, 1)
         if values > size:
             raise invalid("value_size", values, f"at most {size}, the channels of key_value")
         exists = (token_indices >= 0) & (token_indices < key_value.shape[1])
         tokens = jnp.where(exists, as_int32(token_indices), NOTHING)
-        query, scale = bind.scaled(query, softmax_scale, size)
+        query, scale = scaled(query, softmax_scale, size)
         inputs = SparseLatentAttentionInputs(
-            query, key_value, tokens if bind.as_flag("is_distinct", is_distinct) else distinct(tokens)
+            query, key_value, tokens if as_flag("is_distinct", is_distinct) else distinct(tokens)
         )
         call = SparseLatentAttentionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
             value_size=values,
             scale=scale,
-            return_lse=bind.as_flag("return_lse", return_lse),
+            return_lse=as_flag("return_lse", return_lse),
         )
 
         def finish(outputs: SparseLatentAttentionOutputs) -> Any:
