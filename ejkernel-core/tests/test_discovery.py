@@ -279,7 +279,7 @@ def test_quarantine(sealed):
     [
         ("'all'", "returned str, expected a list of Quarantine"),
         ("[3]", "[0]: got int, expected ejkernel.plugin.Quarantine"),
-        ("[Quarantine('softmax', 'x')]", "'softmax' with variant '' is none of the plugin's own implementations"),
+        ("[Quarantine('softmax', 'x')]", "'softmax' with variant '' is not an implementation of this plugin"),
         ("[Quarantine('rms_norm', '')]", "reason: got ''"),
         ("[Quarantine('rms_norm', 'x', ['rows'])]", "config: got list, expected a mapping"),
         ("[Quarantine('rms_norm', 'x', phase='both')]", "phase: got 'both'"),

@@ -80,7 +80,7 @@ def test_an_entry_that_is_of_no_use_is_found(operation, knob):
         ({"version": 2}, "it is of version 2 of 'pallas.mosaic_gpu', which is at 1"),
         ({"implementation": "pallas.moon"}, "the plugin has no 'pallas.moon'"),
         ({"call": call.replace('"precision"', '"exactness"')}, "unexpected keyword argument"),
-        ({"call": call.replace('"precision":null,', "")}, "its call is none of today's"),
+        ({"call": call.replace('"precision":null,', "")}, "its call is not one of today's"),
     ):
         assert said in unused(dataclasses.replace(entry, key=dataclasses.replace(entry.key, **change)), OWN)
     illegal = dataclasses.replace(entry, config={**entry.config, knob: 7 * entry.config[knob]})

@@ -7,7 +7,7 @@ from ejkernel._pipeline.operation import Operation
 from ejkernel.call import ArraySpec, Bound, Call, Contract, Cost, Request, vary_like
 from ejkernel.call.case import Case, Toggle
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.plugin import Phase
 from ejkernel.utils.checks import check_compute, check_shape, finite_number, integer
 
@@ -24,7 +24,7 @@ __all__ = [
     "Toggle",
     "check_compute",
     "check_shape",
-    "class_form",
+    "class_api",
     "finite_number",
     "integer",
     "invalid",

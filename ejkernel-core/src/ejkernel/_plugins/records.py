@@ -75,7 +75,7 @@ class PluginRecord:
 
     @property
     def slow(self) -> bool:
-        """Whether its plugin module is none: slow to import, or importing other packages."""
+        """Whether importing its plugin module takes long or brings in other packages."""
         return self.seconds > PLUGIN_IMPORT_BUDGET or bool(self.heavy)
 
     @property

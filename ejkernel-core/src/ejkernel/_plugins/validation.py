@@ -178,7 +178,7 @@ def quarantine(answers: Sequence[Any], owner: Plugin) -> tuple[tuple[Quarantine,
         if not isinstance(record, Quarantine):
             complaint = f"got {type(record).__name__}, expected ejkernel.plugin.Quarantine"
         elif (record.operation, record.variant) not in known:
-            complaint = f"{record.operation!r} with variant {record.variant!r} is none of the plugin's own implementations"
+            complaint = f"{record.operation!r} with variant {record.variant!r} is not an implementation of this plugin"
         else:
             complaint = _quarantined(record)
         if complaint:

@@ -37,7 +37,7 @@ def ejit(
         What `jax.jit` returns, with `.lower(...)`, or a decorator.
 
     Raises:
-        TypeError: fn is not callable, or an option is none of `jax.jit`'s.
+        TypeError: fn is not callable, or an option is not one of `jax.jit`'s.
 
     Example:
         >>> @ejit(static_argnames="power")

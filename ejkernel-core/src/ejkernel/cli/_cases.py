@@ -49,7 +49,7 @@ def shapes(case: Case, dtype: str) -> Mapping[str, Any]:
     """The arrays of a case as `jax.ShapeDtypeStruct`.
 
     Raises:
-        ValueError: the dtype is none that cases are made in.
+        ValueError: cases are not made in this dtype.
     """
     if dtype not in DTYPES:
         raise invalid("--dtype", repr(dtype), f"one of {', '.join(DTYPES)}" + suggestion(dtype, DTYPES))

@@ -34,7 +34,7 @@ class Module(Generic[Function]):
         return f"{type(self).__name__}()"
 
 
-def class_form(name: str, function: Function) -> type[Module[Function]]:
+def class_api(name: str, function: Function) -> type[Module[Function]]:
     """The class API of a public function."""
     return type(
         name,

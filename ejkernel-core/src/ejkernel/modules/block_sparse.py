@@ -14,7 +14,7 @@ from ejkernel.call.traced import split_traced
 from ejkernel.compositions import sharded as _sharded
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import MaskInfo
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.modules._frameworks import no_attention_function
 from ejkernel.operations.block_sparse_attention.interface import OPERATION as _BLOCK_SPARSE_ATTENTION
 from ejkernel.operations.block_sparse_attention.layout import (
@@ -181,4 +181,4 @@ def _swapped(spec: Any) -> Any:
     return PartitionSpec(entries[0], entries[2], entries[1], *entries[3:-1])
 
 
-BlockSparseAttention = class_form("BlockSparseAttention", blocksparse_attention)
+BlockSparseAttention = class_api("BlockSparseAttention", blocksparse_attention)

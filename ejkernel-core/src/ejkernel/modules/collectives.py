@@ -5,7 +5,7 @@ from __future__ import annotations
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.collective_matmul import all_gather, invoke, reduce_scatter
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 
 __all__ = ["AllGatherMatmul", "ReduceScatterMatmul", "all_gather_matmul", "reduce_scatter_matmul"]
 
@@ -98,5 +98,5 @@ def reduce_scatter_matmul(
     return invoke(reduce_scatter, x, y, axis_name, options, tp_size, mesh, in_specs, out_specs)
 
 
-AllGatherMatmul = class_form("AllGatherMatmul", all_gather_matmul)
-ReduceScatterMatmul = class_form("ReduceScatterMatmul", reduce_scatter_matmul)
+AllGatherMatmul = class_api("AllGatherMatmul", all_gather_matmul)
+ReduceScatterMatmul = class_api("ReduceScatterMatmul", reduce_scatter_matmul)

@@ -13,7 +13,7 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid, wrong_type
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import LightningOptions, ShardedRecurrenceOptions
 from ejkernel.operations.linear_recurrence.forms import dims_of, recurrence
@@ -315,5 +315,5 @@ def lightning_attn(
     )
 
 
-LightningAttention = class_form("LightningAttention", lightning_attention)
-Retention = class_form("Retention", retention)
+LightningAttention = class_api("LightningAttention", lightning_attention)
+Retention = class_api("Retention", retention)

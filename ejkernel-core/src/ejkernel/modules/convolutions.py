@@ -7,7 +7,7 @@ from typing import Literal, overload
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel.errors import argument_names
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.operations.causal_conv1d.interface import OPERATION as _CAUSAL_CONV1D
 
 __all__ = ["CausalConv1d", "causal_conv1d"]
@@ -118,4 +118,4 @@ def causal_conv1d(
     return _CAUSAL_CONV1D.invoke(arrays, options, platform=platform, cfg=cfg)
 
 
-CausalConv1d = class_form("CausalConv1d", causal_conv1d)
+CausalConv1d = class_api("CausalConv1d", causal_conv1d)

@@ -10,7 +10,7 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid, wrong_type
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.modules._options import DeltaProductOptions
 from ejkernel.operations.delta_rule.forms import chunked_by, dims_of, product
 from ejkernel.utils.checks import check_given
@@ -142,4 +142,4 @@ def gated_delta_product(
     return over_mesh(product, arrays, options, positional=tuple(arrays), dims=dims_of(None, cu_seqlens), **specs)
 
 
-GatedDeltaProduct = class_form("GatedDeltaProduct", gated_delta_product)
+GatedDeltaProduct = class_api("GatedDeltaProduct", gated_delta_product)

@@ -8,7 +8,7 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.modules._options import DeltaOptions, Rwkv7Options
 from ejkernel.operations.delta_rule.forms import by_removal, check_starts, chunked_by, delta, dims_of, ragged
 from ejkernel.operations.delta_rule.interface import OPERATION as _DELTA_RULE
@@ -511,8 +511,8 @@ def rwkv7_mul(
     return _DELTA_RULE.invoke(arrays, options, platform=platform, cfg=cfg, form=by_removal)
 
 
-GatedDeltaRule = class_form("GatedDeltaRule", gated_delta_rule)
-KernelDeltaAttention = class_form("KernelDeltaAttention", kernel_delta_attention)
-RaggedGatedDeltaRule = class_form("RaggedGatedDeltaRule", ragged_gated_delta_rule)
-RWKV7 = class_form("RWKV7", rwkv7)
-RWKV7Mul = class_form("RWKV7Mul", rwkv7_mul)
+GatedDeltaRule = class_api("GatedDeltaRule", gated_delta_rule)
+KernelDeltaAttention = class_api("KernelDeltaAttention", kernel_delta_attention)
+RaggedGatedDeltaRule = class_api("RaggedGatedDeltaRule", ragged_gated_delta_rule)
+RWKV7 = class_api("RWKV7", rwkv7)
+RWKV7Mul = class_api("RWKV7Mul", rwkv7_mul)

@@ -11,7 +11,7 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel.compositions import sharded as _sharded
 from ejkernel.masks import MaskInfo
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.modules._frameworks import honours_masks, no_attention_function
 from ejkernel.modules._options import FlashAttentionOptions, VarlenOptions
 from ejkernel.modules._paged_flash import attend_over_pages
@@ -139,7 +139,7 @@ def flash_attention(
         normalize_output: False leaves out the denominator and returns `sum_j exp(logit_j - largest) value_j`, where the row's
             largest logit, sinks included, is a constant under differentiation.
         precision: of the matrix products: None for the full precision of the dtype, a `jax.lax.Precision`, or its name.
-        logits_dtype: dtype to which the products are rounded; float32 (float64 for float64 inputs) is none.
+        logits_dtype: dtype the logits are rounded to; float32 (float64 for float64 inputs) means no rounding.
         return_lse: return the log-sum-exp too.
         platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation.
@@ -405,7 +405,7 @@ def attention(
         deterministic: True switches dropout off.
         dropout_prob: probability in [0, 1) of dropping a weight.
         dtype: of both results; None keeps the query's.
-        softmax_dtype: dtype to which the products are rounded before the softmax, which runs in float32 at least; None is none.
+        softmax_dtype: dtype the logits are rounded to before the softmax, which runs in float32 at least; None means no rounding.
         softmax_scale: factor on the products; None means `1 / sqrt(D)`.
         init_bias: makes the bias when `bias` is None.
         causal, causal_alignment, sliding_window, chunk_size, logits_soft_cap, precision: see `flash_attention`.
@@ -441,6 +441,6 @@ def attention(
     return _FLASH_ATTENTION.invoke(arrays, options, platform=platform, cfg=cfg, form=with_weights)
 
 
-FlashAttention = class_form("FlashAttention", flash_attention)
-FlashAttnVarlen = class_form("FlashAttnVarlen", flash_attn_varlen)
-Attention = class_form("Attention", attention)
+FlashAttention = class_api("FlashAttention", flash_attention)
+FlashAttnVarlen = class_api("FlashAttnVarlen", flash_attn_varlen)
+Attention = class_api("Attention", attention)

@@ -23,7 +23,7 @@ from ejkernel.compositions.vocabulary_parallel import (
     summed,
 )
 from ejkernel.errors import argument_names, invalid, wrong_type
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.operations.kl_divergence.interface import OPERATION as _KL_DIVERGENCE
 
 __all__ = ["FusedKLDivergence", "KLDivergenceOutput", "fused_kl_divergence"]
@@ -207,4 +207,4 @@ def _check_side(side: str, arrays: dict[str, Any]) -> None:
         raise invalid(f"{side}_head", got, f"a head with {side}_hidden, and None with {side}_logits")
 
 
-FusedKLDivergence = class_form("FusedKLDivergence", fused_kl_divergence)
+FusedKLDivergence = class_api("FusedKLDivergence", fused_kl_divergence)

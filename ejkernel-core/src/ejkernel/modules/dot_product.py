@@ -10,7 +10,7 @@ from ejkernel._pipeline.arguments import public
 from ejkernel.compositions import sharded as _sharded
 from ejkernel.errors import invalid
 from ejkernel.masks import MaskInfo
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.modules._frameworks import honours_masks
 from ejkernel.modules._options import DotProductOptions
 from ejkernel.operations.common.options import as_flag
@@ -206,4 +206,4 @@ def _one_of(name: str, first: Any, other_name: str, second: Any) -> Any:
     return second if first is None else first
 
 
-ScaledDotProductAttention = class_form("ScaledDotProductAttention", scaled_dot_product_attention)
+ScaledDotProductAttention = class_api("ScaledDotProductAttention", scaled_dot_product_attention)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.operations.gated_linear_unit.interface import OPERATION as _GATED_LINEAR_UNIT
 
 __all__ = ["GatedLinearUnit", "gated_linear_unit"]
@@ -51,4 +51,4 @@ def gated_linear_unit(
     return _GATED_LINEAR_UNIT.invoke({"gate": gate, "up": up}, options, platform=platform, cfg=cfg)
 
 
-GatedLinearUnit = class_form("GatedLinearUnit", gated_linear_unit)
+GatedLinearUnit = class_api("GatedLinearUnit", gated_linear_unit)

@@ -14,7 +14,7 @@ from ejkernel.call.partition import entries_of, explicit_mesh_of, placed_on
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid
 from ejkernel.masks import MaskInfo
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.operations.common.heads import repeat_heads
 from ejkernel.operations.common.options import as_flag, as_precision
 from ejkernel.operations.flash_attention.dropout import host_seed
@@ -206,5 +206,5 @@ def _product(equation: str, first: Any, second: Any, precision: Any) -> Any:
 multi_head_latent_attention = flash_mla
 """Another name of `flash_mla`."""
 
-FlashMLA = class_form("FlashMLA", flash_mla)
-MultiHeadLatentAttention = class_form("MultiHeadLatentAttention", flash_mla)
+FlashMLA = class_api("FlashMLA", flash_mla)
+MultiHeadLatentAttention = class_api("MultiHeadLatentAttention", flash_mla)

@@ -11,7 +11,7 @@ from ejkernel._dispatch.explanation import capturing
 from ejkernel._pipeline.arguments import public
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.modules._options import LatentServingOptions
 from ejkernel.operations.common.options import as_number
 from ejkernel.operations.latent_paged_attention.interface import OPERATION as _LATENT_PAGED_ATTENTION
@@ -233,5 +233,5 @@ def _check_channels(kv_cache: Any, size: int, rotary: int) -> None:
         raise invalid("kv_cache", f"{kv_cache.shape[3]} channels", meaning)
 
 
-MultiLatentRaggedPageAttention = class_form("MultiLatentRaggedPageAttention", multi_latent_ragged_page_attention)
-MultiLatentRaggedPageAttentionV2 = class_form("MultiLatentRaggedPageAttentionV2", multi_latent_ragged_page_attention_v2)
+MultiLatentRaggedPageAttention = class_api("MultiLatentRaggedPageAttention", multi_latent_ragged_page_attention)
+MultiLatentRaggedPageAttentionV2 = class_api("MultiLatentRaggedPageAttentionV2", multi_latent_ragged_page_attention_v2)

@@ -28,7 +28,7 @@ from ejkernel.compositions.vocabulary_parallel import (
     summed,
 )
 from ejkernel.errors import argument_names, invalid, wrong_type
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.operations.common.options import as_count, as_flag, as_precision, as_soft_cap
 from ejkernel.operations.cross_entropy.interface import IGNORED, OPERATION as _CROSS_ENTROPY
 from ejkernel.operations.flash_attention.interface import is_concrete
@@ -451,5 +451,5 @@ def _check_labels(arrays: dict[str, Any], ignore_index: int, transpose_head: boo
         raise invalid("targets", wrong.ravel()[0], expected)
 
 
-FusedCrossEntropy = class_form("FusedCrossEntropy", fused_cross_entropy)
-TokenLogprobs = class_form("TokenLogprobs", token_logprobs)
+FusedCrossEntropy = class_api("FusedCrossEntropy", fused_cross_entropy)
+TokenLogprobs = class_api("TokenLogprobs", token_logprobs)

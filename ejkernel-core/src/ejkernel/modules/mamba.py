@@ -13,7 +13,7 @@ from ejkernel._pipeline.arguments import public
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.modules.states import check_groups, step_sizes
 from ejkernel.operations.common.heads import repeat_heads
 from ejkernel.operations.common.options import as_flag
@@ -248,4 +248,4 @@ def _check_state(state: Any, sequences: int, x: Any, B: Any, angles: Any) -> Non
         check_shape("initial_state", array, (sequences, *shape), meaning)
 
 
-Mamba3 = class_form("Mamba3", mamba3)
+Mamba3 = class_api("Mamba3", mamba3)

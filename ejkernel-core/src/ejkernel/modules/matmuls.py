@@ -7,7 +7,7 @@ from typing import Any
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.operations.grouped_matmul.interface import OPERATION as _GROUPED_MATMUL
 from ejkernel.operations.quantized_matmul.interface import OPERATION as _QUANTIZED_MATMUL
 from ejkernel.operations.scaled_matmul.interface import OPERATION as _SCALED_MATMUL
@@ -224,6 +224,6 @@ def _check_hints(fuse: Any, use_best_config: Any, allow_dense_fallback: Any, str
         raise invalid("tpu_path", repr(tpu_path), "None, 'hybrid', 'packed' or 'predecode'")
 
 
-GroupedMatmul = class_form("GroupedMatmul", grouped_matmul)
-QuantizedMatmul = class_form("QuantizedMatmul", quantized_matmul)
-ScaledMatmul = class_form("ScaledMatmul", scaled_matmul)
+GroupedMatmul = class_api("GroupedMatmul", grouped_matmul)
+QuantizedMatmul = class_api("QuantizedMatmul", quantized_matmul)
+ScaledMatmul = class_api("ScaledMatmul", scaled_matmul)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.operations.moe_permute.interface import OPERATION as _MOE_PERMUTE, check_choices
 from ejkernel.operations.moe_route.interface import OPERATION as _MOE_ROUTE, SCORINGS
 from ejkernel.operations.moe_unpermute.interface import OPERATION as _MOE_UNPERMUTE
@@ -249,6 +249,6 @@ def _live(logits: Any, where: Any) -> tuple[Any, Any]:
     return jnp.where(live[:, None], wide, 0), live
 
 
-MoeRoute = class_form("MoeRoute", moe_route)
-MoePermute = class_form("MoePermute", moe_permute)
-MoeUnpermute = class_form("MoeUnpermute", moe_unpermute)
+MoeRoute = class_api("MoeRoute", moe_route)
+MoePermute = class_api("MoePermute", moe_permute)
+MoeUnpermute = class_api("MoeUnpermute", moe_unpermute)

@@ -13,7 +13,7 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.operations.add_rms_norm.interface import OPERATION as _ADD_RMS_NORM
 from ejkernel.operations.common.options import as_flag
 from ejkernel.operations.layer_norm.interface import OPERATION as _LAYER_NORM
@@ -241,7 +241,7 @@ def _group_size(group_size: Any, width: int) -> int:
     return int(group_size)
 
 
-RmsNorm = class_form("RmsNorm", rms_norm)
-LayerNorm = class_form("LayerNorm", layer_norm)
-FusedAddRmsNorm = class_form("FusedAddRmsNorm", fused_add_rms_norm)
-GatedRmsNorm = class_form("GatedRmsNorm", gated_rms_norm)
+RmsNorm = class_api("RmsNorm", rms_norm)
+LayerNorm = class_api("LayerNorm", layer_norm)
+FusedAddRmsNorm = class_api("FusedAddRmsNorm", fused_add_rms_norm)
+GatedRmsNorm = class_api("GatedRmsNorm", gated_rms_norm)

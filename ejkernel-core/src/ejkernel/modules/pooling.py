@@ -11,7 +11,7 @@ from ejkernel._pipeline.arguments import public
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.operations.common.options import as_count
 from ejkernel.operations.common.packed import zero_outside
 from ejkernel.operations.mean_pooling.interface import OPERATION as _MEAN_POOLING
@@ -83,4 +83,4 @@ def _masked(*, x: Any, cu_seqlens: Any, attention_mask: Any) -> Bound:
     return Bound(bound.call, bound.inputs, finish)
 
 
-MeanPooling = class_form("MeanPooling", mean_pooling)
+MeanPooling = class_api("MeanPooling", mean_pooling)

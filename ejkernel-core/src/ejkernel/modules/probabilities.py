@@ -7,7 +7,7 @@ from typing import Any
 
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.operations.softmax.interface import OPERATION as _SOFTMAX
 
 __all__ = ["Softmax", "softmax"]
@@ -51,4 +51,4 @@ def softmax(
     return _SOFTMAX.invoke({"x": x, "where": where}, {"axis": axes, "scale": scale}, platform=platform, cfg=cfg)
 
 
-Softmax = class_form("Softmax", softmax)
+Softmax = class_api("Softmax", softmax)

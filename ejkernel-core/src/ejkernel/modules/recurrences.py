@@ -8,7 +8,7 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.modules._frameworks import no_attention_function, refuses_masks
 from ejkernel.modules._options import RecurrenceOptions, ShardedRecurrenceOptions
 from ejkernel.operations.linear_recurrence.forms import dims_of, recurrence
@@ -460,7 +460,7 @@ def gla(
     )
 
 
-RecurrentAttention = class_form("RecurrentAttention", recurrent_attention)
-GatedLinearAttention = class_form("GatedLinearAttention", gla_attention)
-GLAttention = class_form("GLAttention", gla_attention)
-RWKV6 = class_form("RWKV6", rwkv6)
+RecurrentAttention = class_api("RecurrentAttention", recurrent_attention)
+GatedLinearAttention = class_api("GatedLinearAttention", gla_attention)
+GLAttention = class_api("GLAttention", gla_attention)
+RWKV6 = class_api("RWKV6", rwkv6)

@@ -16,7 +16,7 @@ from ejkernel.compositions.ring.bind import check_words
 from ejkernel.compositions.ring.entry import RingAttentionOver
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import MaskInfo
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import RingOptions
 from ejkernel.operations.common.options import as_count
@@ -242,4 +242,4 @@ def _permuted(array: Any, axis_size: Any, axis: Any, order_of: Callable[[int], l
     return jnp.take(cut, jnp.asarray(order), axis=axis).reshape(array.shape)
 
 
-RingAttention = class_form("RingAttention", ring_attention)
+RingAttention = class_api("RingAttention", ring_attention)

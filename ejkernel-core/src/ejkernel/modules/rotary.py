@@ -8,7 +8,7 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel._pipeline.operation import Operation
 from ejkernel.errors import argument_names, wrong_type
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.operations.common.rotary.interface import check_pairs
 from ejkernel.operations.qk_norm_rope.interface import OPERATION as _QK_NORM_ROPE
 from ejkernel.operations.rope.interface import OPERATION as _ROPE
@@ -183,6 +183,6 @@ def _turn(operation: Operation, arrays: dict[str, Any], options: dict[str, Any],
     return operation.invoke(arrays, options, platform=platform, cfg=cfg)
 
 
-Rope = class_form("Rope", rope)
-LlamaRope = class_form("LlamaRope", llama_rope)
-FusedQkNormRope = class_form("FusedQkNormRope", fused_qk_norm_rope)
+Rope = class_api("Rope", rope)
+LlamaRope = class_api("LlamaRope", llama_rope)
+FusedQkNormRope = class_api("FusedQkNormRope", fused_qk_norm_rope)

@@ -9,7 +9,7 @@ import numpy as np
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel.errors import invalid
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.operations.sample_tokens.interface import OPERATION as _SAMPLE_TOKENS
 
 __all__ = ["SampleTokens", "sample_tokens"]
@@ -120,4 +120,4 @@ def sample_tokens(
     return _SAMPLE_TOKENS.invoke(arrays, options, platform=platform, cfg=cfg)
 
 
-SampleTokens = class_form("SampleTokens", sample_tokens)
+SampleTokens = class_api("SampleTokens", sample_tokens)

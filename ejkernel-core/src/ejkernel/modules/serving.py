@@ -9,7 +9,7 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.modules._options import UnifiedAttentionOptions
 from ejkernel.operations.common.pages import INTERLEAVED
 from ejkernel.operations.paged_attention import forms as _paged
@@ -262,5 +262,5 @@ def ragged_page_attention_v2(
         return over_mesh(_paged.attend, arrays, options, **specs)
 
 
-UnifiedAttention = class_form("UnifiedAttention", unified_attention)
-RaggedPageAttentionv2 = class_form("RaggedPageAttentionv2", ragged_page_attention_v2)
+UnifiedAttention = class_api("UnifiedAttention", unified_attention)
+RaggedPageAttentionv2 = class_api("RaggedPageAttentionv2", ragged_page_attention_v2)

@@ -16,7 +16,7 @@ from ejkernel.call.partition import mesh_of
 from ejkernel.call.records import Bound
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid, wrong_type
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.operations.common.options import as_count
 from ejkernel.operations.common.pages import check_lengths
 from ejkernel.operations.paged_attention import forms as _paged
@@ -303,5 +303,5 @@ def _dense_cache(
     return Bound(bound.call, bound.inputs, finish)
 
 
-DecodeAttention = class_form("DecodeAttention", decode_attention)
-RaggedDecodeAttention = class_form("RaggedDecodeAttention", ragged_decode_attention)
+DecodeAttention = class_api("DecodeAttention", decode_attention)
+RaggedDecodeAttention = class_api("RaggedDecodeAttention", ragged_decode_attention)

@@ -11,7 +11,7 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.modules._options import PageAttentionOptions, PrefillOptions
 from ejkernel.operations.common.options import as_count
 from ejkernel.operations.common.pages import LAYOUTS, PageShape, known_values
@@ -314,5 +314,5 @@ def _one_request(*, query: Any, context_len: Any, page_indices: Any, **rest: Any
     )
 
 
-PageAttention = class_form("PageAttention", page_attention)
-PrefillPageAttention = class_form("PrefillPageAttention", prefill_page_attention)
+PageAttention = class_api("PageAttention", page_attention)
+PrefillPageAttention = class_api("PrefillPageAttention", prefill_page_attention)

@@ -9,7 +9,7 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.operations.paged_attention import forms as _paged
 from ejkernel.operations.paged_cache_update.interface import OPERATION as _PAGED_CACHE_UPDATE
 from ejkernel.operations.paged_cache_update.token_scales import update_with_token_scales
@@ -348,6 +348,6 @@ def _packed_cache(*, queries: Any, keys: Any, values: Any, kv_cache: Any, **rest
     )
 
 
-PagedCacheUpdate = class_form("PagedCacheUpdate", paged_cache_update)
-ChunkedPrefillPagedDecode = class_form("ChunkedPrefillPagedDecode", chunked_prefill_paged_decode)
-RaggedPageAttentionv3 = class_form("RaggedPageAttentionv3", ragged_page_attention_v3)
+PagedCacheUpdate = class_api("PagedCacheUpdate", paged_cache_update)
+ChunkedPrefillPagedDecode = class_api("ChunkedPrefillPagedDecode", chunked_prefill_paged_decode)
+RaggedPageAttentionv3 = class_api("RaggedPageAttentionv3", ragged_page_attention_v3)

@@ -15,7 +15,7 @@ from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh, with_rows
 from ejkernel.compositions.native_sparse_decode import decode_branches
 from ejkernel.errors import invalid
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import DispatchOptions
 from ejkernel.modules.dense_attention import flash_attention
@@ -463,5 +463,5 @@ def _check_lengths(query: Any, key: Any, cu_seqlens: Any, kv_lens: Any) -> None:
         raise invalid("query", f"batch {query.shape[0]}", "batch 1 with cu_seqlens", remedy="pack the sequences along T")
 
 
-NativeSparseAttention = class_form("NativeSparseAttention", native_sparse_attention)
-ApplyNativeSparseAttention = class_form("ApplyNativeSparseAttention", apply_native_sparse_attention)
+NativeSparseAttention = class_api("NativeSparseAttention", native_sparse_attention)
+ApplyNativeSparseAttention = class_api("ApplyNativeSparseAttention", apply_native_sparse_attention)

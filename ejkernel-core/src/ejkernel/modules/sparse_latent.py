@@ -13,7 +13,7 @@ from ejkernel._dispatch.explanation import capturing
 from ejkernel._pipeline.arguments import public
 from ejkernel.compositions.mesh import over_mesh, with_rows
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.operations.common.options import as_count, as_flag, as_number
 from ejkernel.operations.common.pages import check_row_lengths
 from ejkernel.operations.common.scale import as_scale, scaled
@@ -263,4 +263,4 @@ def _check(arrays: dict[str, Any]) -> None:
         raise invalid("query", f"head size {size}", f"{nope + inside}: {parts}")
 
 
-DeepSeekAttention = class_form("DeepSeekAttention", deepseek_attn)
+DeepSeekAttention = class_api("DeepSeekAttention", deepseek_attn)

@@ -13,7 +13,7 @@ from ejkernel._pipeline.arguments import public
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid, wrong_type
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.modules._options import DispatchOptions
 from ejkernel.modules.norms import Activation, activation, gated_rms_norm
 from ejkernel.operations.common.options import as_flag
@@ -391,6 +391,6 @@ def rwkv4(
     return _RWKV4.invoke(arrays, {"return_state": return_state}, platform=platform, cfg=cfg)
 
 
-StateSpaceV1 = class_form("StateSpaceV1", state_space_v1)
-StateSpaceV2 = class_form("StateSpaceV2", state_space_v2)
-RWKV4 = class_form("RWKV4", rwkv4)
+StateSpaceV1 = class_api("StateSpaceV1", state_space_v1)
+StateSpaceV2 = class_api("StateSpaceV2", state_space_v2)
+RWKV4 = class_api("RWKV4", rwkv4)

@@ -12,7 +12,7 @@ from ejkernel._pipeline.arguments import public
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid, wrong_type
-from ejkernel.modules._class_api import class_form
+from ejkernel.modules._class_api import class_api
 from ejkernel.operations.common.packed import edge_tokens, empty_states, first_tokens, of_every_token, taking_part, zero_outside
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
 from ejkernel.utils.checks import check_compute, check_given, check_shape, finite_number
@@ -174,4 +174,4 @@ def _running_maximum(log_input: Any, log_forget: Any, first: Any, cu_seqlens: An
     return before, peak, edge_tokens(peak, first, cu_seqlens)
 
 
-MLSTM = class_form("MLSTM", mlstm)
+MLSTM = class_api("MLSTM", mlstm)

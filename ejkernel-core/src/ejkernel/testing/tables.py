@@ -36,10 +36,10 @@ def unused(entry: Entry, candidates: Sequence[Candidate]) -> str | None:
     try:
         call = _call_of(key)
     except TypeError as error:
-        return f"its call is none of today's {key.operation}: {error}"
+        return f"its call is not one of today's {key.operation}: {error}"
     request = Request(get_operation(key.operation), call, target, policy_for_call(key.operation, candidate.platform))
     if Key.of(request, candidate.implementation.phase, candidate).released != key.released:
-        return f"its call is none of today's {key.operation}: {call}"
+        return f"its call is not one of today's {key.operation}: {call}"
     return _unfit(entry, candidate, call, target)
 
 
@@ -51,7 +51,7 @@ def _unfit(entry: Entry, candidate: Candidate, call: Any, target: Target) -> str
     try:
         config, *_ = (from_plain(space.config, plain or {}) for plain in (entry.config, *(t.config for t in entry.timings)))
     except (TypeError, ValueError) as error:
-        return f"a config is none of today's {space.config.__name__}: {error}"
+        return f"a config is not one of today's {space.config.__name__}: {error}"
     return None if config in space.search_space(call, target) else f"{config} is not in the search space of its call"
 
 

@@ -64,7 +64,7 @@ class Search:
     """A `Tuner` that tries the whole search space of every implementation.
 
     Attributes:
-        rounds: timed runs of each survivor.
+        rounds: timed runs of each config that is left.
         input_sets: sets of random arguments that timed runs rotate over.
         keep_within: after the first round, configs slower than this many times the best are not timed further.
         workers: threads that compile; None = one per core, at most 8.

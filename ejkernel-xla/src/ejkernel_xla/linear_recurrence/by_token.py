@@ -1,4 +1,4 @@
-"""One chunk token after token: less arithmetic than its matmuls, which a CPU makes more of than it gains."""
+"""A chunk one token at a time. It does less arithmetic than the chunk's matmuls, which pays on a CPU."""
 
 from __future__ import annotations
 

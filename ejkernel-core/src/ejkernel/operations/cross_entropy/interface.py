@@ -76,7 +76,7 @@ class CrossEntropy(Operation):
 
     In float32 inside; with a head the logits of all rows are never there at once. A row whose target is -1 gives 0 and has no
     gradient, whatever x holds there, and takes no part in the head's. Any other target outside of the vocabulary means that the
-    target is none of these entries (but of another device's): the row's loss is its lse.
+    target is not one of these entries (but of another device's): the row's loss is its lse.
     """
 
     name = "cross_entropy"
