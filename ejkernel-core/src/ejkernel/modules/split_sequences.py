@@ -67,7 +67,7 @@ def sequence_parallel(function: Callable[_Arguments, _Result], axis_name: t.Axis
         the whole sequence. `mesh`, `in_specs` and `out_specs` are refused.
 
     Raises:
-        ValueError: function is not one of these, there is no such axis, or a device has no tokens or fewer than a filter looks back.
+        ValueError: function is another, there is no such axis, or a device has no tokens or fewer than a filter looks back.
         TypeError: a wrong type.
 
     Source: Sun et al., LASP-2: Rethinking Sequence Parallelism for Linear Attention and Its Hybrid, 2025.
