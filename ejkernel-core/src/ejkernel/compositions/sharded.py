@@ -147,23 +147,32 @@ def _check_lengths(split: Split, sequence_axes: Axes) -> None:
             raise invalid("in_specs", f"the {name}'s length split over {axes or 'nothing'}", f"split over {sequence_axes}")
 
 
+_DIMS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("query_segments", "query_positions"), ("b q",)),
+    **dict.fromkeys(("key_segments", "key_positions"), ("b k",)),
+    **dict.fromkeys(("query_lengths", "key_lengths"), ("b",)),
+    **dict.fromkeys(("key_tiles", "full_tiles"), ("b . .", "b h . .")),
+    **dict.fromkeys(("mask", "bias"), (".", "q .", "h q .", "b h q .")),
+    "dense": ("b h q s",),
+    "dropout_streams": ("b h .",),
+    "softmax_aux": ("h", "h ."),
+}
+"""Arrays beside query, key and value, and what their axes are, at each number of axes: those of batch, heads, queries and keys are
+split as query and key are. Of a dense mask each device keeps all keys (s) where keys are split over the axes of the queries."""
+
+
 def mask_info_specs(mask_info: Any, split: Split) -> Any:
-    """PartitionSpecs of a `MaskInfo`'s arrays: each axis is split as in query and key, unless it has size 1.
+    """PartitionSpecs of a `MaskInfo`'s arrays."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _following(path[-1].name, leaf.shape, split), mask_info)
 
-    Where queries and keys are split over the same axes, a dense mask keeps all keys of its queries.
-    """
-    axes = {
-        "dense": (split.batch, split.heads, split.queries, () if split.keys == split.queries else split.keys),
-        **dict.fromkeys(("query_segments", "query_positions"), (split.batch, split.queries)),
-        **dict.fromkeys(("key_segments", "key_positions"), (split.batch, split.keys)),
-        **dict.fromkeys(("query_lengths", "key_lengths"), (split.batch,)),
-    }
 
-    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-        entries = zip(axes[path[-1].name], leaf.shape, strict=True)
-        return PartitionSpec(*(names if names and size != 1 else None for names, size in entries))
-
-    return jax.tree_util.tree_map_with_path(spec, mask_info)
+def _following(name: str, shape: tuple[int, ...], split: Split) -> PartitionSpec:
+    """The spec of an array that is split as query and key are; axes of size 1 are whole."""
+    own = () if split.keys == split.queries else split.keys
+    axes = {"b": split.batch, "h": split.heads, "q": split.queries, "k": split.keys, "s": own}
+    of_any = (dims.split() for dims in _DIMS[name])
+    dims = next((dims for dims in of_any if len(dims) == len(shape)), ["."] * len(shape))  # others are refused behind
+    return PartitionSpec(*(axes.get(dim) or None if size != 1 else None for dim, size in zip(dims, shape, strict=True)))
 
 
 def _with_streams(plan: Plan, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,18 +186,9 @@ def _with_streams(plan: Plan, arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _specs_of(plan: Plan, name: str, value: Any) -> Any:
-    if name in dict(plan.specs):
-        return dict(plan.specs)[name]
+    given = dict(plan.specs)
+    if name in given:
+        return given[name]
     if name == "mask_info":
         return mask_info_specs(value, plan.split)
-    if name == "dropout_streams":
-        return PartitionSpec(plan.split.batch or None, plan.split.heads or None)
-    if name in ("query_lengths", "key_lengths", "key_tiles", "full_tiles"):
-        batch = plan.split.batch if plan.split.batch and value.shape[0] != 1 else None
-        return PartitionSpec(batch, *((plan.split.heads or None,) if len(value.shape) == 4 else ()))
-    if name == "softmax_aux":
-        return PartitionSpec(plan.split.heads if plan.split.heads and value.shape[0] != 1 else None)
-    if name in ("mask", "bias"):
-        entries = (plan.split.batch, plan.split.heads, plan.split.queries, ())[-len(value.shape) :]
-        return PartitionSpec(*(axes if axes and size != 1 else None for axes, size in zip(entries, value.shape, strict=False)))
-    return jax.tree.map(lambda _: PartitionSpec(), value)
+    return _following(name, value.shape, plan.split) if name in _DIMS else jax.tree.map(lambda _: PartitionSpec(), value)
