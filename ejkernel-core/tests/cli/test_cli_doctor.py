@@ -29,6 +29,7 @@ def test_healthy(site, fresh_cli):
     assert set(report) == {
         *(
             "versions",
+            "packs",
             "plugins",
             "registered",
             "commands",
