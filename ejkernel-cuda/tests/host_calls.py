@@ -87,7 +87,7 @@ def _rotate(given, results, *, rotary_dim, interleaved, heads_first, inverse, sp
         Rotated(x.pointer, out.pointer, _heads(x.array, int(rotary_dim), heads_first))
         for x, out in zip(inputs, results, strict=True)
     ]
-    library().rope_rotate(
+    library("heads").rope_rotate(
         KINDS[given[0].dtype.name], ctypes.c_bool(interleaved), ctypes.c_bool(packed), lanes, int(threads), *sides, angles,
         int(span), ctypes.c_bool(inverse),
     )  # fmt: skip
@@ -99,7 +99,7 @@ def _angle_gradients(given, results, *, rotary_dim, interleaved, heads_first):
         if not x.size:
             continue
         packed, lanes = _geometry(x, int(rotary_dim), interleaved)
-        library().rope_angle_gradients(
+        library("heads").rope_angle_gradients(
             KINDS[x.dtype.name], ctypes.c_bool(interleaved), ctypes.c_bool(packed), lanes, Guarded(x).pointer,
             Guarded(grad).pointer, d_cos.pointer, d_sin.pointer, _heads(x, int(rotary_dim), heads_first),
             ctypes.c_bool(len(d_cos.array) == 1), ctypes.c_bool(d_cos.array.shape[2] != rotary_dim), ctypes.c_bool(index > 0),
@@ -130,7 +130,7 @@ def _norm_rotate(given, results, *, rotary_dim, interleaved, heads_first, epsilo
         )
         for x, scale, out, rstd in zip(inputs, scales, results[:2], results[2:], strict=True)
     ]  # fmt: skip
-    library().qk_norm_rope_forward(
+    library("heads").qk_norm_rope_forward(
         KINDS[given[0].dtype.name], ctypes.c_bool(interleaved), ctypes.c_bool(packed), lanes, int(threads), *sides, angles,
         int(span), ctypes.c_float(epsilon), ctypes.c_float(scale_offset),
     )  # fmt: skip
@@ -143,7 +143,7 @@ def _norm_rotate_back(given, results, *, rotary_dim, interleaved, heads_first, s
     for x, rstd, grad, scale, d_x, total, partial in sides:
         packed, lanes = _whole_head(x, int(rotary_dim), interleaved)
         members = len(scale.array)
-        library().qk_norm_rope_backward(
+        library("heads").qk_norm_rope_backward(
             KINDS[x.dtype.name], ctypes.c_bool(interleaved), ctypes.c_bool(packed), lanes, Guarded(x).pointer,
             Guarded(rstd).pointer, Guarded(grad).pointer, _scale_parameter(scale), d_x.pointer,
             partial.pointer if members else None, total.pointer if members else None, SCALAR_TYPES[total.array.dtype.name], angles,
@@ -160,7 +160,7 @@ def _normalised_angle_gradients(given, results, *, rotary_dim, interleaved, head
             continue
         packed, lanes = _geometry(x, int(rotary_dim), interleaved)
         guarded = Guarded(scale)
-        library().qk_norm_rope_angle_gradients(
+        library("heads").qk_norm_rope_angle_gradients(
             KINDS[x.dtype.name], ctypes.c_bool(interleaved), ctypes.c_bool(packed), lanes, Guarded(x).pointer,
             Guarded(rstd).pointer, Guarded(grad).pointer, _scale_parameter(guarded), d_cos.pointer, d_sin.pointer,
             _heads(x, int(rotary_dim), heads_first), ctypes.c_bool(len(d_cos.array) == 1),
@@ -203,7 +203,7 @@ def _update(
         copied = new.array.dtype == stored and stored == ml_dtypes.bfloat16 and not scaled
         kind = 5 if copied else _STORED[stored.name]
         block = _update_block(math.prod(new.array.shape[2:]) // (pack if packed else 1), int(threads), int(tokens))
-        library().update_pages(
+        library("paged_cache_update").update_pages(
             KINDS[new.array.dtype.name], kind, ctypes.c_bool(packed), Block(batch * length, *block, int(tokens)), requests, write,
             PageWrite(),
         )  # fmt: skip
@@ -253,7 +253,7 @@ def _attend_pages(
     stored = key_pages.array.dtype.name
     width = next(index for index, room in enumerate((64, 128, 256)) if max(size, value_size) <= room)
     kind = _BYTES.index(stored) + 1 if stored in _BYTES else 0
-    library("paged_attention_on_host.cc").paged_attention_forward(
+    library("paged_attention").paged_attention_forward(
         kind, width, ctypes.byref(problem), ctypes.byref(answers), partial.array.shape[0], int(stages), ctypes.c_bool(tma)
     )
 
@@ -280,7 +280,7 @@ def _prefill(
         out.array.shape[3], window, pack, scale, cap, bool(causal), batch > 1 and key_strides[3] > 0,
     )  # fmt: skip
     kind = host_attention.KINDS[query.array.dtype.name]
-    library("paged_prefill_on_host.cc").paged_prefill_forward(kind, ctypes.byref(call))
+    library("paged_prefill").paged_prefill_forward(kind, ctypes.byref(call))
 
 
 def _attend(given, results, *, below, above, scale, cap, pack, ping_pong, persistent):

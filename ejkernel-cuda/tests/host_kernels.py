@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import fcntl
 import functools
 import os
 import pathlib
 import shutil
 import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -37,23 +41,43 @@ def missing() -> str | None:
 
 
 def compiled(source: str, *flags: str) -> ctypes.CDLL:
-    """A file of `host` as a library, of the kernels in `csrc` or in the folder that `EJKERNEL_HOST_CSRC` names."""
+    """A file of `host` as a library, of the kernels in `csrc` or in the folder that `EJKERNEL_HOST_CSRC` names.
+
+    With ccache, what was compiled before is not compiled again; of processes that ask for the same at the same time one does.
+    """
     csrc = pathlib.Path(os.environ.get("EJKERNEL_HOST_CSRC", _HERE.parent / "csrc"))
     folder = pathlib.Path(tempfile.mkdtemp(prefix="ejkernel-host-"))
-    built = folder / "kernels.so"
-    include = [f"-I{place}" for place in (csrc, _HERE / "host", cuda_headers())]
+    unlinked, built = folder / "kernels.o", folder / "kernels.so"
+    include = [f"-I{place}" for place in (".", _HERE / "host", cuda_headers())]
     races = ["-fsanitize=thread", "-g"] if os.environ.get("EJKERNEL_HOST_RACES") else []  # host_races.py
-    command = ["g++", "-std=c++20", "-shared", "-fPIC", "-DEJKERNEL_ON_HOST", *flags, *races, *include]
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    subprocess.run([*command, "-o", str(built), str(_HERE / "host" / source)], check=True, env=environment)
+    kind = ["-std=c++20", "-fPIC", *flags, *races]
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | {"CCACHE_NOHASHDIR": "1"}
+    with _alone("-".join([source, *kind])):
+        command = [*_ccache(), "g++", *kind, "-DEJKERNEL_ON_HOST", *include, "-c", str(_HERE / "host" / source)]
+        subprocess.run([*command, "-o", str(unlinked)], check=True, env=environment, cwd=csrc)  # a copy compiles to the same
+    subprocess.run(["g++", "-shared", *races, "-o", str(built), str(unlinked)], check=True, env=environment)
     loaded = ctypes.CDLL(str(built))
     atexit.register(shutil.rmtree, folder)  # reports need its symbols until then
     return loaded
 
 
+def _ccache() -> list[str]:
+    beside = pathlib.Path(sys.executable).parent / "ccache"
+    return [str(beside)] if beside.is_file() else [found] if (found := shutil.which("ccache")) else []
+
+
+@contextlib.contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """One process of this user at a time."""
+    with open(pathlib.Path(tempfile.gettempdir()) / f"ejkernel-{os.getuid()}-{name}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 @functools.cache
-def library(source: str = "kernels_on_host.cc") -> ctypes.CDLL:
-    return compiled(source, "-O1")
+def library(name: str, *flags: str) -> ctypes.CDLL:
+    """Kernels by the name of their file."""
+    return compiled(f"{name}_on_host.cc", "-O1", *flags)
 
 
 class Guarded:

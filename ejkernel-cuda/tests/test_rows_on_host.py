@@ -116,7 +116,8 @@ class Norm:
         """
         rng = np.random.default_rng(width)
         operation, reference = NORMS[name]
-        self.centred, self.added, self.which = name == "layer_norm", name == "add_rms_norm", [*NORMS].index(name)
+        self.centred, self.added = name == "layer_norm", name == "add_rms_norm"
+        self.library = library("norms", f"-DNORM={[*NORMS].index(name)}")
         self.dtype, self.width, self.rows = dtype, width, rows
         mean, deviation = spread
         self.x = rounded(rng.normal(size=(2, rows, width)) * deviation + mean, dtype)
@@ -146,8 +147,8 @@ class Norm:
         out, saved = output(self.x.shape, self.x.dtype), (self.centred and save, save)
         mean, rstd = (output((2, self.rows), np.float32) if wanted else None for wanted in saved)
         total = output(self.x.shape, self.x.dtype) if self.added else None
-        library().norm_forward(
-            KINDS[self.dtype], ctypes.c_bool(packed), self.which, Shape(2 * self.rows // groups, groups, workers, *shape),
+        self.library.norm_forward(
+            KINDS[self.dtype], ctypes.c_bool(packed), Shape(2 * self.rows // groups, groups, workers, *shape),
             x.pointer, residual.pointer if residual else None, parameter(scale), parameter(offset), out.pointer,
             total.pointer if total else None, mean.pointer if mean else None, rstd.pointer if rstd else None,
             ctypes.c_int64(self.rows), self.width, ctypes.c_float(1e-5), ctypes.c_float(self.call.scale_offset),
@@ -165,8 +166,8 @@ class Norm:
         d_x = output(self.x.shape, self.x.dtype)
         totals = [None if value is None else output(value.shape, value.dtype) for value in (self.scale, self.offset)]
         partials = [None if value is None else output((groups, workers, self.width), np.float32) for value in totals]
-        library().norm_backward(
-            KINDS[self.dtype], ctypes.c_bool(packed), self.which, Shape(2 * self.rows // groups, groups, workers, *shape),
+        self.library.norm_backward(
+            KINDS[self.dtype], ctypes.c_bool(packed), Shape(2 * self.rows // groups, groups, workers, *shape),
             x.pointer, parameter(scale), mean.pointer if mean else None, rstd.pointer, grad.pointer,
             grad_sum.pointer if grad_sum else None, d_x.pointer, *(value.pointer if value else None for value in totals),
             SCALAR_TYPES["float32" if self.scale is None else self.scale.dtype.name],
@@ -219,7 +220,7 @@ def test_plain_softmax_forward(launch):
     wanted = softmax_reference.forward(call, softmax.SoftmaxInputs(x.astype(np.float64), None)).out
     given, out = Guarded(x), output(x.shape, x.dtype)
     shape = Shape(6 * PLAIN_ROWS, 1, 2, threads, packs, 1, 0)
-    library().softmax_forward(
+    library("softmax").softmax_forward(
         KINDS[dtype], ctypes.c_bool(True), shape, given.pointer, Mask(), out.pointer, width, ctypes.c_float(0.7)
     )
     assert relative(out.checked(), wanted) < TOLERANCE[dtype]
@@ -362,7 +363,7 @@ def test_softmax(launch, mask_shape):
     kind = KINDS[dtype], ctypes.c_bool(packed)
     for workers in (2, 5):
         shape, out = Shape(12, 1, workers, *knobs), output(x.shape, x.dtype)
-        library().softmax_forward(*kind, shape, given.pointer, mask, out.pointer, width, ctypes.c_float(0.7))
+        library("softmax").softmax_forward(*kind, shape, given.pointer, mask, out.pointer, width, ctypes.c_float(0.7))
         got = out.checked()
         assert np.isfinite(got.astype(np.float64)).all()
         assert relative(got, wanted.out) < TOLERANCE[dtype]
@@ -376,7 +377,9 @@ def test_softmax(launch, mask_shape):
         call, inputs, softmax.SoftmaxOutputs(got.astype(np.float64)), softmax.SoftmaxOutputs(grad.astype(np.float64))
     )
     d_x, stored, arriving = output(x.shape, x.dtype), Guarded(got), Guarded(grad)
-    library().softmax_backward(*kind, shape, stored.pointer, arriving.pointer, mask, d_x.pointer, width, ctypes.c_float(0.7))
+    library("softmax").softmax_backward(
+        *kind, shape, stored.pointer, arriving.pointer, mask, d_x.pointer, width, ctypes.c_float(0.7)
+    )
     floor = np.linalg.norm(got.astype(np.float64) * np.nan_to_num(grad.astype(np.float64)))
     assert relative(d_x.checked(), exact.x, floor) < TOLERANCE[dtype]
     assert kept is None or kept.checked() is kept.array
@@ -393,7 +396,7 @@ def test_softmax_hides_minus_infinity_under_any_scale(launch, scale):
     mask, _ = softmax_mask(x, None)
     given, out = Guarded(x), output(x.shape, x.dtype)
     kind, shape = (KINDS[dtype], ctypes.c_bool(packed)), Shape(12, 1, 2, *knobs)
-    library().softmax_forward(*kind, shape, given.pointer, mask, out.pointer, width, ctypes.c_float(scale))
+    library("softmax").softmax_forward(*kind, shape, given.pointer, mask, out.pointer, width, ctypes.c_float(scale))
     got = out.checked()
     assert not got[0, 0, 0, ::3].any()
     assert not got[1, 1, 1].any()
