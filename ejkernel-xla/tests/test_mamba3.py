@@ -229,6 +229,30 @@ def test_bfloat16() -> None:
         assert_close(one, other, 2e-2)
 
 
+def test_float16_does_not_hold_values_times_shares() -> None:
+    """A token brings along its predecessor, whose product with its share is in no array: gradients before it would be NaN."""
+    arrays = {name: jnp.asarray(value, jnp.float16) for name, value in stateless(problem()).items()}
+    arrays |= {
+        "B": arrays["B"] / 64,
+        "C": arrays["C"] / 64,
+        "B_bias": None,
+        "C_bias": None,
+        "D": None,
+        "dt": 400 + arrays["dt"],
+    }
+    arrays |= {"x": arrays["x"] * 400, "A": arrays["A"] / 1000}
+
+    def value_and_gradients(dtype: Any) -> Any:
+        given = {name: None if array is None else array.astype(dtype) for name, array in arrays.items()}
+        out, pull = jax.vjp(lambda given: ejkernel.mamba3(**given)[0], given)
+        return out, pull(jnp.full_like(out, 1e-3))[0]
+
+    (out, gradients), (exact, wanted) = value_and_gradients(jnp.float16), value_and_gradients(jnp.float32)
+    assert_close(out, exact, 5e-3)
+    assert_close(gradients["A"], wanted["A"], 2e-2)
+    assert all(np.isfinite(gradients[name]).all() for name in ("x", "C", "dt", "trap", "angles"))
+
+
 def test_explain_and_class_form() -> None:
     arrays = stateless(problem())
     shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in arrays.items()}

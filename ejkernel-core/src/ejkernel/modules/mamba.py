@@ -140,12 +140,13 @@ def _trapezoidal(
         state = state + once[..., None] * last_x[:, :, None]
     turns = _running_turns(steps, angles.astype(wide), theta, cu_seqlens)
     query, key = _turned(query, C_bias, turns), _turned(key, B_bias, turns)
-    last_share, last_value, last_turned = (_of_token_before(array, cu_seqlens) for array in (own, wide_x, key))
+    last_share, last_value, last_turned = (_of_token_before(array, cu_seqlens) for array in (own, x, key))
     bound = _LINEAR_RECURRENCE.canonicalise(
         query,
         last_turned,
-        ((jnp.exp(logs) * (last_share + before))[..., None] * last_value).astype(x.dtype),
+        last_value,
         logs,
+        value_scale=jnp.exp(logs) * (last_share + before),
         initial_state=state,
         cu_seqlens=cu_seqlens,
         scale=1.0,
