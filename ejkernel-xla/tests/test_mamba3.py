@@ -11,6 +11,7 @@ import pytest
 from against_reference import assert_close, check_by_tokens
 
 import ejkernel
+from ejkernel.operations.common.tolerance import deviation
 
 TOKENS = ("x", "B", "C", "dt", "trap", "angles")
 STATE = ("theta", "matrix", "last_key", "last_x")
@@ -227,6 +228,22 @@ def test_bfloat16() -> None:
     wanted = by_tokens(**{name: np.asarray(value, np.float64) for name, value in arrays.items()})
     for one, other in zip(found, wanted, strict=True):
         assert_close(one, other, 2e-2)
+
+
+def test_gradients_of_angles_in_bfloat16() -> None:
+    """Sums over all later tokens, of which only pairs of tokens around an angle do not cancel."""
+    arrays = {name: jnp.asarray(value, jnp.bfloat16) for name, value in stateless(problem(600, batch=1)).items()}
+
+    def gradients(dtype: Any) -> Any:
+        def loss(given: Any) -> Any:
+            out = ejkernel.mamba3(**given, dt_softplus=True)[0]
+            return jnp.sum(out * jnp.cos(jnp.arange(out.size).reshape(out.shape)).astype(jnp.bfloat16).astype(out.dtype))
+
+        return jax.grad(loss)({name: array.astype(dtype) for name, array in arrays.items()})
+
+    wanted = gradients(jnp.float32)
+    for name, gradient in gradients(jnp.bfloat16).items():
+        assert deviation(gradient, wanted[name]).norm < 1e-2, name
 
 
 def test_float16_does_not_hold_values_times_shares() -> None:
