@@ -1,13 +1,16 @@
 """For every suite: annotations are checked at run time, nothing is promoted implicitly, and a CPU shows eight devices. `--extent`,
 which the conformance suite's plugin defines, says how much runs.
 
-quick: one in eight of similar parametrised tests. standard: all of them. full: the slow tests too.
+quick: one in eight of similar parametrised tests. standard: all of them. full: the slow tests too. `--compiled=FOLDER` keeps what
+XLA compiles, for all processes of a run and for later ones.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +23,10 @@ _QUICK = 8
 
 _OF_ONE_PLATFORM = {"tests/conformance": None, "tests/opaque": "opaque", "examples/acme-ejkernel": "acme"}
 """Folders that are run on the platform that `--ejkernel-platform` names, and which that must be; None for any."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--compiled", type=Path, help="read compiled programs from this folder, and keep new ones there")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -36,11 +43,36 @@ def pytest_configure(config: pytest.Config) -> None:
 
     host_devices()
     config.add_cleanup(promote_nothing())
+    if (folder := config.getoption("--compiled")) is not None:
+        _keep_compiled(Path(config.invocation_params.dir, folder))
     asked = [Path(config.invocation_params.dir, argument.partition("::")[0]).resolve() for argument in config.args]
     for folder, needed in _OF_ONE_PLATFORM.items():
         here = any(path.is_relative_to(config.rootpath / folder) for path in asked)
         if here and config.getoption("--ejkernel-platform") is None:
             raise pytest.UsageError(f"{folder} is run on one platform; add --ejkernel-platform={needed or 'xla'}")
+
+
+def _keep_compiled(folder: Path) -> None:
+    """JAX's persistent cache: a program is read that this compiler has made of the same code with the same flags.
+
+    In this process only. Processes that tests start may be about caches, or be killed while they write.
+    """
+    import jax
+    from jax._src import lru_cache  # the class that writes its files
+
+    settings = {"compilation_cache_dir": str(folder), "persistent_cache_min_compile_time_secs": 0}
+    for name, value in {**settings, "persistent_cache_min_entry_size_bytes": -1}.items():
+        jax.config.update(f"jax_{name}", value)
+
+    def put(cache: Any, key: str, value: bytes) -> None:
+        """In one step: JAX writes bit by bit, and other processes would read a part."""
+        file = Path(cache.path) / f"{key}-cache"
+        if not file.exists():
+            part = file.with_name(f"{os.getpid()}-{threading.get_ident()}")
+            part.write_bytes(value)
+            part.replace(file)
+
+    lru_cache.LRUCache.put = put
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

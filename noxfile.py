@@ -205,12 +205,22 @@ def pytest(
 ) -> None:
     """Run pytest with a fresh configuration: no setting of ejkernel leaks in from outside. `under`: a script that runs Python.
 
-    A test that hangs fails after ten minutes.
+    A test that hangs fails after ten minutes. What XLA compiles is kept for all sessions and later runs.
     """
     clean = {name: None for name in os.environ if name.startswith("EJKERNEL_")}
     command = [str(python), *under, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8", "--durations-min=5"]
-    command += [] if under else ["--timeout=600"]
+    command += [] if under else ["--timeout=600", f"--compiled={compiled_programs()}"]
     session.run(*command, *arguments, *session.posargs, env={"JAX_PLATFORMS": "cpu", **clean, **(env or {})}, external=True)
+
+
+def compiled_programs(most: int = 2**31) -> Path:
+    """The folder of what XLA has compiled, emptied when it has grown beyond so many bytes, most of them of code that is no more."""
+    folder = ROOT / ".nox" / "compiled"
+    folder.mkdir(parents=True, exist_ok=True)
+    if sum(file.stat().st_size for file in folder.iterdir()) > most:
+        shutil.rmtree(folder)
+        folder.mkdir()
+    return folder
 
 
 @nox.session(python=False)
@@ -243,8 +253,11 @@ def matrix(session: nox.Session, pair: tuple[str, str]) -> None:
     _tests(session, environment(session, pair), "full")
 
 
-FAST_COMPILATION = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-"""Where compilation takes most of the time. What users run is compiled in every other session."""
+FAST_COMPILATION = {
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+}
+"""A third of the time for compilation, which takes most of it. Tests across distributions and the code of pages are compiled as
+what users run is."""
 
 
 def _tests(session: nox.Session, python: Path, extent: str) -> None:
@@ -254,7 +267,7 @@ def _tests(session: nox.Session, python: Path, extent: str) -> None:
     suites = [[f"{folder}/tests"] for folder in (*platforms, *COMMANDS)]
     failed = []
     for suite in (*suites, ["tests", *(f"--ignore=tests/{part}" for part in elsewhere)]):
-        fast = FAST_COMPILATION if suite[0] == "ejkernel-xla/tests" else None
+        fast = FAST_COMPILATION if suite[0] != "tests" else None
         try:
             pytest(session, python, "-n", "2", f"--extent={extent}", *suite, env=fast)
         except nox.command.CommandFailed:
@@ -412,7 +425,9 @@ def docs(session: nox.Session) -> None:
     jax = session.run(str(python), "-c", "import jax; print(jax.__version__)", external=True, silent=True)
     session.run(*pip(python), "install", f"jax=={str(jax).strip()}", *FRAMEWORKS, external=True)
     install_examples(session, python)
-    pytest(session, python, "-n", "2", "tests/docs", "ejkernel-core/tests/modules/test_frameworks.py")
+    pytest(session, python, "-n", "2", "tests/docs")
+    frameworks = ("--extent=quick", "ejkernel-core/tests/modules/test_frameworks.py")
+    pytest(session, python, "-n", "2", *frameworks, env=FAST_COMPILATION)
 
 
 @nox.session(python=False)

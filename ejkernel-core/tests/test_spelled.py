@@ -13,7 +13,8 @@ import pytest
 from ejkernel import kernel_registry
 from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel.plugin import Target, resolve
-from ejkernel.testing.problem import Problem, cases_of, representative
+from ejkernel.testing.problem import cases_of, representative
+from ejkernel.testing.shapes import bound_shapes
 from ejkernel.utils.spelled import spelled
 
 
@@ -55,7 +56,7 @@ def test_no_two_calls_of_an_operation_are_spelled_alike(operation):
     target = Target("gpu", "", "9.0")
     found: dict[str, Any] = {}
     for case in cases_of(operation):
-        call = Problem(operation, case, "bfloat16", "xla").bound.call
+        _, call = bound_shapes(operation, case, "bfloat16")
         try:
             spelled(call)
         except TypeError:

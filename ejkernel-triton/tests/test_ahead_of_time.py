@@ -21,8 +21,7 @@ pytestmark = pytest.mark.skipif(version_problem() is not None, reason=f"kernels 
 
 
 @pytest.fixture(autouse=True)
-def own_caches(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def own_caches(triton_cache, tmp_path, monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("EJKERNEL_TRITON_INTERPRET", raising=False)
 

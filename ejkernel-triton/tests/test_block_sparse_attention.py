@@ -26,20 +26,13 @@ from ejkernel_triton.block_sparse_attention import capability, config, problem
 from ejkernel_triton.flash_attention.config import BackwardConfig, ForwardConfig
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
-from ejkernel_triton import testing
 from ejkernel_triton.block_sparse_attention import kernel
-from ejkernel_triton.flash_attention import kernel as flash_attention
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
 SMALL = {case.name: case for case in CASES if not any(tag.startswith("bench") for tag in case.tags)}
 FORWARD = ForwardConfig(16, 16, 1, 1)
 BACKWARD = BackwardConfig(16, 16, 1, 1, 16, 16, 1, 1)
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    monkeypatch.setattr(flash_attention, "call_kernel", testing.interpreted_call)
 
 
 def bind(arrays, dtype="float32", **options):

@@ -33,11 +33,6 @@ needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lo
 SMALL = {case.name: case for case in CASES if not case.is_benchmark}
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
-
-
 def wide(record):
     return type(record)(*(None if value is None else np.asarray(value, _wide_dtype(value)) for value in record))
 
@@ -129,10 +124,7 @@ def test_search_spaces_are_small_and_hold_the_heuristic(shape):
 
 @pytest.mark.parametrize("number", [80, 90, 100])
 @pytest.mark.parametrize("packed", [False, True])
-def test_compiles_without_spills(monkeypatch, tmp_path, packed, number):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    recorder = testing.Recorder()
-    monkeypatch.setattr(kernel, "call_kernel", recorder)
+def test_compiles_without_spills(recorder, packed, number):
     call = _call((1, 4096, 4096), cu_seqlens=ArraySpec((1, 5), "int32") if packed else None)
     inputs = CausalConv1dInputs(**{name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for name, spec in _specs(call)})
     target = Target("gpu", "", f"{number // 10}.0")

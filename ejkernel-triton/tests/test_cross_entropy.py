@@ -30,11 +30,6 @@ needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lo
 LOGITS = {case.name: case for case in CASES if case.name.startswith("logits")}
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
-
-
 def check(case, choice, dtype="float32", limit=1e-6):
     arrays = {name: jnp.asarray(value) for name, value in case.arrays(np.random.default_rng(0)).items()}
     bound = OPERATION.canonicalise(**{**arrays, "x": arrays["x"].astype(dtype)}, **case.options)
@@ -90,10 +85,7 @@ def test_search_spaces_are_small_and_hold_the_heuristic(shape):
 
 
 @pytest.mark.parametrize("number", [80, 90, 100])
-def test_compiles_without_spills(monkeypatch, tmp_path, number):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    recorder = testing.Recorder()
-    monkeypatch.setattr(kernel, "call_kernel", recorder)
+def test_compiles_without_spills(recorder, number):
     call, target = _call((1, 4096, 128256), soft_cap=30.0), Target("gpu", "", f"{number // 10}.0")
     inputs = CrossEntropyInputs(*(jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in (call.x, call.targets)))
 

@@ -77,9 +77,8 @@ def check(call, inputs, forward=FORWARD, backward=BACKWARD, limit=3e-6):
         "one-query", "everything",
     ],
 )  # fmt: skip
-def test_numbers_in_the_interpreter(monkeypatch, name):
+def test_numbers_in_the_interpreter(interpreted, monkeypatch, name):
     """Some in parts, the others with single products, which are as exact in the interpreter and several times as fast."""
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
     if name not in IN_PARTS:
         monkeypatch.setattr(mask_params, "MAX_SPLIT_WIDTH", 0)
     case = NAMED[name]
@@ -113,9 +112,8 @@ def test_float32_is_multiplied_as_float32():
 
 
 @pytest.mark.parametrize("size", [1e4, 1e-12])
-def test_parts_of_large_and_of_tiny_numbers(monkeypatch, size):
+def test_parts_of_large_and_of_tiny_numbers(interpreted, size):
     """Values over ten orders of magnitude: errors are those of float32 in every row."""
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
     rng = np.random.default_rng(6)
     arrays = {name: rng.standard_normal((1, 40, 1, 32)).astype(np.float32) for name in ("query", "key", "value")}
     arrays["value"] *= np.float32(size) * 10.0 ** rng.uniform(-10, 0, (1, 40, 1, 1)).astype(np.float32)
@@ -126,9 +124,8 @@ def test_parts_of_large_and_of_tiny_numbers(monkeypatch, size):
     assert rows.max() < 2e-6
 
 
-def test_infinite_logits_in_parts(monkeypatch):
+def test_infinite_logits_in_parts(interpreted):
     """A key with an infinity has a weight of 0 where its logit is -inf, although the parts of what it meets hold zeros."""
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
     rng = np.random.default_rng(7)
     arrays = {name: rng.standard_normal((1, 24, 1, 16)).astype(np.float32) for name in ("query", "key", "value")}
     arrays["query"][..., 3] = -1.0
@@ -142,8 +139,7 @@ def test_infinite_logits_in_parts(monkeypatch):
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2e-2), ("float16", 3e-3)])
-def test_half_precision(monkeypatch, dtype, limit):
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
+def test_half_precision(interpreted, dtype, limit):
     rng = np.random.default_rng(2)
     shapes = {"query": (1, 33, 4, 20), "key": (1, 40, 2, 20), "value": (1, 40, 2, 24)}
     arrays = {name: jnp.asarray(rng.standard_normal(shape), dtype) for name, shape in shapes.items()}
@@ -152,9 +148,8 @@ def test_half_precision(monkeypatch, dtype, limit):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("block_q", "block_k"), [(16, 32), (32, 16), (64, 32)])
-def test_blocks_do_not_change_the_numbers(monkeypatch, block_q, block_k, overlap):
+def test_blocks_do_not_change_the_numbers(interpreted, monkeypatch, block_q, block_k, overlap):
     """Tiles before, within and after the whole ones, and lengths that are no multiple of any block."""
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
     monkeypatch.setattr(mask_params, "MAX_SPLIT_WIDTH", 0)
     rng = np.random.default_rng(3)
     shapes = {"query": (1, 70, 2, 16), "key": (1, 70, 1, 16), "value": (1, 70, 1, 16)}
@@ -167,9 +162,8 @@ def test_blocks_do_not_change_the_numbers(monkeypatch, block_q, block_k, overlap
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("splits", [2, 4, 16])
 @pytest.mark.parametrize("name", ["gqa-causal-tail", "prefix-window", "positions", "nan-in-masked-places", "dropout-causal"])
-def test_splits_of_the_key_gradient_do_not_change_the_numbers(monkeypatch, name, splits, separate):
+def test_splits_of_the_key_gradient_do_not_change_the_numbers(interpreted, monkeypatch, name, splits, separate):
     """Of heads, then of queries, some of which are left without any."""
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
     monkeypatch.setattr(mask_params, "MAX_SPLIT_WIDTH", 0)
     case = NAMED[name]
     call, inputs = canonical(case.arrays(np.random.default_rng(0)), case.options)
@@ -197,9 +191,8 @@ def test_the_key_gradient_of_few_keys_is_split(queries, keys, heads, options, sp
     assert {each.key_splits for each in found} >= ({splits // 2, splits * 2} if splits > 1 else {1})
 
 
-def test_whole_tiles_see_what_is_not_finite(monkeypatch):
+def test_whole_tiles_see_what_is_not_finite(interpreted):
     """NaN reaches every query that sees it, in tiles without masks too, and no other."""
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
     rng = np.random.default_rng(4)
     arrays = {name: rng.standard_normal((1, 48, 1, 16)).astype(np.float32) for name in ("query", "key", "value")}
     arrays["value"][0, 20] = np.nan
@@ -209,9 +202,8 @@ def test_whole_tiles_see_what_is_not_finite(monkeypatch):
     np.testing.assert_array_equal(np.isnan(out).any(1), np.arange(48) >= 20)
 
 
-def test_dropout_is_the_rule_of_the_operation(monkeypatch):
+def test_dropout_is_the_rule_of_the_operation(interpreted):
     """The reference drops what `dropout.bits` says."""
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
     case = NAMED["dropout-causal"]
     call, inputs = canonical(case.arrays(np.random.default_rng(0)), case.options)
     check(call, inputs)
@@ -256,11 +248,8 @@ def both_phases(call, inputs, target):
 @pytest.mark.parametrize(
     ("number", "bias"), [(80, (1, 2, 4090, 4090)), (90, (1, 2, 4090, 4090)), (100, (1, 2, 4090, 4090)), (90, (1, 1, 1, 4090))]
 )
-def test_a_bias_costs_little(monkeypatch, tmp_path, number, bias):
+def test_a_bias_costs_little(recorder, number, bias):
     """By pair it is loaded in vectors, and none has the compiler compute weights a second time, in the layout of its load."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    recorder = testing.Recorder()
-    monkeypatch.setattr(kernel, "call_kernel", recorder)
     both_phases(*call_of(4090, 2, 2, 64, bias=bias, causal=True), Target("gpu", "", f"{number // 10}.0"))
     names = [c.kernel.fn.__name__ for c in recorder.compilations]
     assert names == ["forward_kernel", "key_gradient_kernel", "query_gradient_kernel", "bias_gradient_kernel"]
@@ -274,11 +263,8 @@ def test_a_bias_costs_little(monkeypatch, tmp_path, number, bias):
 
 
 @pytest.mark.parametrize("number", [80, 90, 100])
-def test_compiles_into_what_the_device_has(monkeypatch, tmp_path, number):
+def test_compiles_into_what_the_device_has(recorder, number):
     """The heuristic's kernels: within shared memory, on tensor cores (by warpgroups on 9.0), with 16-byte loads."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    recorder = testing.Recorder()
-    monkeypatch.setattr(kernel, "call_kernel", recorder)
     target = Target("gpu", "", f"{number // 10}.0")
     both_phases(*call_of(4096, 8, 2, 64, causal=True), target)
     names = [c.kernel.fn.__name__ for c in recorder.compilations]

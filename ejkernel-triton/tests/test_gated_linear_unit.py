@@ -32,11 +32,6 @@ needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lo
 SMALL = {case.name: case for case in CASES if not case.is_benchmark}
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
-
-
 def close(got, wanted, limit, name, gradient=False):
     """NaN where the reference has it; of a gradient what the reference has NaN for is not compared."""
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted)
@@ -99,10 +94,7 @@ def test_search_space_is_small_and_holds_the_heuristic():
 @pytest.mark.parametrize("number", [80, 90, 100])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_compiles_without_spills(monkeypatch, tmp_path, packed, number, activation):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    recorder = testing.Recorder()
-    monkeypatch.setattr(kernel, "call_kernel", recorder)
+def test_compiles_without_spills(recorder, packed, number, activation):
     call = _call(packed, activation=activation)
     specs = {name: getattr(call, name) for name in GatedLinearUnitInputs._fields}
     inputs = GatedLinearUnitInputs(

@@ -40,12 +40,6 @@ POINTERS = config.Tile(16, 32, 16, 4, 2, l2_swizzle=2)
 COPIES = dataclasses.replace(POINTERS, programs=3, tma=True)
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
-    monkeypatch.setattr(kernel, "has_scratch", lambda: True)
-
-
 def problem_of(name, dtype="float32"):
     arrays = SMALL[name].arrays(np.random.default_rng(0))
     arrays = {key: jnp.asarray(value, dtype if value.dtype == np.float32 else None) for key, value in arrays.items()}
@@ -202,10 +196,7 @@ def test_tiles_that_no_kernel_can_have_are_refused():
         config.Tile(64, 64, 32, 4, 2, programs=-1)
 
 
-def compilations(monkeypatch, call, target):
-    recorder = testing.Recorder()
-    monkeypatch.setattr(kernel, "call_kernel", recorder)
-    monkeypatch.setattr(kernel, "has_scratch", lambda: True)
+def compilations(recorder, call, target):
     specs = ((name, getattr(call, name)) for name in GroupedMatmulInputs._fields)
     inputs = GroupedMatmulInputs(**{n: s and jax.ShapeDtypeStruct(s.shape, s.dtype) for n, s in specs})
 
@@ -219,9 +210,8 @@ def compilations(monkeypatch, call, target):
     return recorder.compilations
 
 
-def test_compiles_to_the_machine_of_hopper(monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for compilation in compilations(monkeypatch, CALLS[0], H200):
+def test_compiles_to_the_machine_of_hopper(recorder):
+    for compilation in compilations(recorder, CALLS[0], H200):
         compiled = compilation.compile(90)
         assert testing.stack_bytes(compiled) <= testing.tolerated_stack()
         ptx = compiled.asm["ptx"]
@@ -246,9 +236,8 @@ def test_compiles_to_the_machine_of_hopper(monkeypatch, tmp_path):
             _with_scratch(ptx, compiled.metadata.name, parameters - 1)
 
 
-def test_compiles_for_ampere(monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for compilation in compilations(monkeypatch, CALLS[0], Target("gpu", "", "8.0")):
+def test_compiles_for_ampere(recorder):
+    for compilation in compilations(recorder, CALLS[0], Target("gpu", "", "8.0")):
         compiled = compilation.compile(80)
         assert testing.stack_bytes(compiled) <= testing.tolerated_stack()
         assert compiled.metadata.global_scratch_size == 0

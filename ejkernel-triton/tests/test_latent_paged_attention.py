@@ -195,9 +195,8 @@ MACHINE = {
 @pytest.mark.parametrize(
     ("name", "capability_number"), [(name, number) for name, (*_, numbers) in MACHINE.items() for number in numbers]
 )
-def test_loops_compile_without_spills(monkeypatch, tmp_path, name, capability_number):
+def test_loops_compile_without_spills(triton_cache, name, capability_number):
     """And a latent that is read once stands once in shared memory, for the scores and for the values."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     arguments, options, _ = MACHINE[name]
     call, target = shapes_of(*arguments, **options), Target("gpu", "", f"{capability_number // 10}.0")
     chosen = config.heuristic(call, target)
@@ -215,8 +214,7 @@ def test_loops_compile_without_spills(monkeypatch, tmp_path, name, capability_nu
 @needs_jax_triton
 @pytest.mark.parametrize("capability_number", [80, 90])
 @pytest.mark.parametrize("options", [{"tokens": 4}, {"stored": "int8"}, {"heads": 32}], ids=str)
-def test_the_search_space_is_small_and_fits(monkeypatch, tmp_path, options, capability_number):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def test_the_search_space_is_small_and_fits(triton_cache, options, capability_number):
     target = Target("gpu", "", f"{capability_number // 10}.0")
     call = shapes_of(8, 4096, 64, **{"heads": 16, **options})
     space = config.search_space(call, target)
@@ -228,9 +226,8 @@ def test_the_search_space_is_small_and_fits(monkeypatch, tmp_path, options, capa
 
 @needs_jax_triton
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_sizes_of_one_compile(monkeypatch, tmp_path, tokens):
+def test_sizes_of_one_compile(triton_cache, tokens):
     """Triton makes constants of integers that are 1."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     call = shapes_of(1, 1, 1, tokens=tokens, heads=1, size=16, rotary=0)
     call = dataclasses.replace(call, pages=ArraySpec((1, 1, 1, 16), "bfloat16"))
     for chosen in (TILE, dataclasses.replace(TILE, block_q=2, splits=2, keys_first=True)):

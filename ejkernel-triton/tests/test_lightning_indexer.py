@@ -119,11 +119,10 @@ MACHINE = {
 @needs_jax_triton
 @pytest.mark.parametrize("capability_number", [80, 90])
 @pytest.mark.parametrize("name", MACHINE)
-def test_every_config_fits(monkeypatch, tmp_path, name, capability_number):
+def test_every_config_fits(triton_cache, name, capability_number):
     """And products run on tensor cores, without spills."""
     if (name, capability_number) == ("float8", 80):
         pytest.skip("compute capability 8.0 has no float8")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     target = Target("gpu", "", f"{capability_number // 10}.0")
     (call, inputs), least = MACHINE[name]
     space = config.search_space(call, target)
@@ -139,9 +138,8 @@ def test_every_config_fits(monkeypatch, tmp_path, name, capability_number):
 
 @needs_jax_triton
 @pytest.mark.parametrize("dtype", ["bfloat16", FLOAT8])
-def test_sizes_of_one_compile(monkeypatch, tmp_path, dtype):
+def test_sizes_of_one_compile(triton_cache, dtype):
     """Triton makes constants of integers that are 1, and has no products of fewer than 32 channels of one byte."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for compilation in compilations(*shapes_of(1, 2, 1, 1, 1, dtype=dtype), TILE):
         assert compilation.compile(90).asm["cubin"]
 

@@ -32,11 +32,6 @@ needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lo
 SMALL = {case.name: case for case in CASES if not any(tag.startswith("bench") for tag in case.tags)}
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
-
-
 def problem(x, cu_seqlens=None, dtype="float32"):
     x = jnp.asarray(x, dtype)
     bound = OPERATION.canonicalise(x, None if cu_seqlens is None else jnp.asarray(cu_seqlens))
@@ -122,10 +117,7 @@ COMPILED = [((8, 8192, 32, 128), 0), ((1, 65536, 32, 128), 4), ((2, 100, 3, 17),
         for number in (80, 90, 100)
     ],
 )
-def test_compiles_without_spills(monkeypatch, tmp_path, shape, sequences, capability_number):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    recorder = testing.Recorder()
-    monkeypatch.setattr(kernel, "call_kernel", recorder)
+def test_compiles_without_spills(recorder, shape, sequences, capability_number):
     bounds = ArraySpec((1, sequences + 1), "int32") if sequences else None
     call = MeanPoolingCall(x=ArraySpec(shape, "bfloat16"), cu_seqlens=bounds)
     inputs = MeanPoolingInputs(*(s and jax.ShapeDtypeStruct(s.shape, s.dtype) for s in (call.x, call.cu_seqlens)))

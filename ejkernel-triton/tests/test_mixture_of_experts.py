@@ -30,12 +30,6 @@ needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lo
 OPERATIONS = ("moe_permute", "moe_route", "moe_unpermute")
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    for module in (copies, permute, route, unpermute):
-        monkeypatch.setattr(module, "call_kernel", testing.interpreted_call)
-
-
 def wide(record):
     return type(record)(
         *(
@@ -137,8 +131,7 @@ def test_search_spaces_are_small_and_hold_the_heuristic(operation):
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @needs_jax_triton
-def test_compiles_without_spills(monkeypatch, tmp_path, capability):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def test_compiles_without_spills(monkeypatch, triton_cache, capability):
     monkeypatch.delenv("EJKERNEL_TRITON_INTERPRET", raising=False)
     for operation in OPERATIONS:
         cases = operation_module(operation, "cases").CASES

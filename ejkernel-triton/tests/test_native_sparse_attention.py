@@ -36,12 +36,6 @@ BACKWARD = BackwardConfig(16, 1, 1, 16, 16, 32, 1, 1)
 """Chunks of two steps, so that nearly every tile of keys has several."""
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
-    monkeypatch.setattr(visits, "call_kernel", testing.interpreted_call)
-
-
 def problem(arrays, dtype="float32", **options):
     """Call, inputs and random cotangents."""
     floats = {name: jnp.asarray(x, dtype if x.dtype == np.float32 else x.dtype) for name, x in arrays.items()}
@@ -80,20 +74,20 @@ def check(call, inputs, cotangents, forward=FORWARD, backward=BACKWARD, limit=2e
 
 
 @pytest.mark.parametrize("name", sorted(set(SMALL) - {"large-logits"}))
-def test_numbers_in_the_interpreter(name):
+def test_numbers_in_the_interpreter(interpreted, name):
     case = SMALL[name]
     with np.errstate(invalid="ignore"):
         check(*problem(case.arrays(np.random.default_rng(0)), **case.options))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(dtype):
+def test_half_precision(interpreted, dtype):
     case = SMALL["value-size"]
     check(*problem(case.arrays(np.random.default_rng(0)), dtype, **case.options), limit=2e-2)
 
 
 @pytest.mark.parametrize(("name", "block_size"), [("gqa", 3), ("gqa", 16), ("gqa", 20), ("packed", 16), ("packed", 32)])
-def test_blocks_that_are_longer_than_a_tile_of_keys_or_no_divisor_of_it(name, block_size):
+def test_blocks_that_are_longer_than_a_tile_of_keys_or_no_divisor_of_it(interpreted, name, block_size):
     arrays = SMALL[name].arrays(np.random.default_rng(0))
     arrays = {x: np.minimum(y, y // 4) if x == "block_indices" else y for x, y in arrays.items()}
     for keys in (16, 32):
@@ -101,13 +95,13 @@ def test_blocks_that_are_longer_than_a_tile_of_keys_or_no_divisor_of_it(name, bl
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 48, 4096])
-def test_chunks_of_any_length(chunk):
+def test_chunks_of_any_length(interpreted, chunk):
     case = SMALL["mqa"]
     choice = dataclasses.replace(BACKWARD, key_chunk=chunk)
     check(*problem(case.arrays(np.random.default_rng(0)), **case.options), backward=choice)
 
 
-def test_groups_of_more_heads_than_one_tile_has():
+def test_groups_of_more_heads_than_one_tile_has(interpreted):
     rng = np.random.default_rng(0)
     arrays = {
         name: rng.standard_normal((1, 5, heads, 4), np.float32) for name, heads in (("query", 70), ("key", 1), ("value", 1))
@@ -115,7 +109,7 @@ def test_groups_of_more_heads_than_one_tile_has():
     check(*problem({**arrays, "block_indices": np.zeros((1, 5, 1, 1), np.int32)}, block_size=4))
 
 
-def test_each_member_of_the_batch_may_have_its_own_sequences():
+def test_each_member_of_the_batch_may_have_its_own_sequences(interpreted):
     """What vmap over `cu_seqlens` folds to."""
     case = SMALL["gqa"]
     call, inputs, cotangents = problem(case.arrays(np.random.default_rng(0)), **case.options)
@@ -127,7 +121,7 @@ def test_each_member_of_the_batch_may_have_its_own_sequences():
     check(call, inputs._replace(block_indices=jnp.asarray(blocks), sequence_starts=jnp.asarray(starts)), cotangents)
 
 
-def test_a_query_that_is_not_finite_reaches_only_the_keys_that_it_sees():
+def test_a_query_that_is_not_finite_reaches_only_the_keys_that_it_sees(interpreted):
     """In the dK/dV kernel it shares a tile with queries of other blocks, and of its own with earlier keys."""
     case = SMALL["gqa"]
     arrays = case.arrays(np.random.default_rng(0))
@@ -151,7 +145,7 @@ def test_a_query_that_is_not_finite_reaches_only_the_keys_that_it_sees():
             np.testing.assert_array_equal(ours[~seen], before[~seen])
 
 
-def test_visits_of_tiles():
+def test_visits_of_tiles(interpreted):
     """Two key heads of three tokens with blocks of two; entries that name nothing are in no tile."""
     blocks = np.array([[[[0, -1], [-1, -1]], [[0, -1], [0, -1]], [[1, 0], [-1, 1]]]], np.int32)
     spec = ArraySpec((1, 3, 2, 4), "float32")
@@ -193,11 +187,7 @@ def test_search_spaces_are_small_and_hold_the_heuristic(shape):
     ("shape", "number"),
     [pytest.param(shape, number, marks=pytest.mark.slow if number != 90 else ()) for shape in SHAPES for number in (80, 90)],
 )
-def test_compiles(monkeypatch, tmp_path, shape, number):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    recorder = testing.Recorder()
-    monkeypatch.setattr(kernel, "call_kernel", recorder)
-    monkeypatch.setattr(visits, "call_kernel", recorder)
+def test_compiles(recorder, shape, number):
     call, target = call_of(**shape), Target("gpu", "", f"{number // 10}.0")
     specs = call.query, call.key, call.value, call.block_indices
     inputs = NativeSparseAttentionInputs(*(jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in specs), None)
@@ -220,9 +210,7 @@ def test_compiles(monkeypatch, tmp_path, shape, number):
 
 @needs_jax_triton
 @pytest.mark.parametrize("packed", [False, True])
-def test_lowers_for_cuda(packed, monkeypatch):
-    monkeypatch.undo()
-
+def test_lowers_for_cuda(packed):
     def loss(query, key, value, blocks, *cu_seqlens):
         out = ejkernel.apply_native_sparse_attention(
             query, key, value, blocks, cu_seqlens=cu_seqlens[0] if packed else None, platform="triton"

@@ -101,9 +101,8 @@ MACHINE = {
 @needs_jax_triton
 @pytest.mark.parametrize("capability_number", [80, 90])
 @pytest.mark.parametrize("name", MACHINE)
-def test_every_config_fits(monkeypatch, tmp_path, name, capability_number):
+def test_every_config_fits(triton_cache, name, capability_number):
     """And products run on tensor cores, without spills in loops, on Hopper without any."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     target = Target("gpu", "", f"{capability_number // 10}.0")
     (call, inputs), least = MACHINE[name]
     space = config.search_space(call, target)
@@ -124,9 +123,8 @@ def test_every_config_fits(monkeypatch, tmp_path, name, capability_number):
 
 @needs_jax_triton
 @pytest.mark.parametrize("entries", [1, 17])
-def test_sizes_of_one_compile(monkeypatch, tmp_path, entries):
+def test_sizes_of_one_compile(triton_cache, entries):
     """Triton makes constants of integers that are 1."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     call, inputs = shapes_of(1, entries, 1, 1, 1, count=1)
     recorder = testing.Recorder()
     with intercept_launches(recorder):

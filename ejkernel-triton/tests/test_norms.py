@@ -24,7 +24,6 @@ from ejkernel_triton._versions import version_problem
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
-from ejkernel_triton._rows import cooperative, kernel as shared_kernel
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
@@ -79,12 +78,6 @@ class Norm:
 @pytest.fixture(params=["rms_norm", "layer_norm"])
 def norm(request):
     return Norm(request.param)
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    monkeypatch.setattr(shared_kernel, "call_kernel", testing.interpreted_call)
-    monkeypatch.setattr(cooperative, "SPIN_LIMIT", 1)
 
 
 PROBLEMS = [
@@ -211,10 +204,8 @@ COMPILED = [
 """The first, which has the most in registers, is always compiled for every generation."""
 
 
-def launches(norm, monkeypatch, shape, dtype, target):
+def launches(norm, recorder, shape, dtype, target):
     """Of both phases with the heuristics' configs."""
-    recorder = testing.Recorder()
-    monkeypatch.setattr(shared_kernel, "call_kernel", recorder)
     spec, parameter = ArraySpec(shape, dtype), ArraySpec((1, shape[-1]), dtype)
     call = norm.operation.Call(x=spec, scale=parameter, offset=parameter, save_residuals=True)
     inputs = norm.operation.Inputs(*(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in (spec, parameter, parameter)))
@@ -236,11 +227,10 @@ def launches(norm, monkeypatch, shape, dtype, target):
         for number in (80, 90, 100)
     ],
 )
-def test_compiles_without_spills(norm, monkeypatch, tmp_path, shape, dtype, kernels, capability_number):
+def test_compiles_without_spills(norm, recorder, shape, dtype, kernels, capability_number):
     """Programs that stay hold all that registers can hold, and may spill a little."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     target = Target("gpu", "", f"{capability_number // 10}.0")
-    compilations = launches(norm, monkeypatch, shape, dtype, target)
+    compilations = launches(norm, recorder, shape, dtype, target)
     assert [c.kernel.fn.__name__ for c in compilations] == kernels
     for compilation in compilations:
         compiled = compilation.compile(capability_number)
@@ -256,10 +246,9 @@ def test_compiles_without_spills(norm, monkeypatch, tmp_path, shape, dtype, kern
             assert any(load in compiled.asm["ptx"] for load in wide), "loads are not 16 bytes wide"
 
 
-def test_the_next_rows_are_asked_for_before_these_are_summed_up(norm, monkeypatch, tmp_path):
+def test_the_next_rows_are_asked_for_before_these_are_summed_up(norm, recorder):
     """Triton decides on that order, and knows nothing of what programs tell each other through memory."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    ptx = launches(norm, monkeypatch, (1024, 131072), "bfloat16", H200)[0].compile(90).asm["ptx"]
+    ptx = launches(norm, recorder, (1024, 131072), "bfloat16", H200)[0].compile(90).asm["ptx"]
     assert ptx.index("cp.async.wait_group") < ptx.rindex("cp.async.cg") < ptx.index("shfl.sync")
     assert ptx.index("shfl.sync") < ptx.index("st.global") < ptx.index("atom.")
 

@@ -311,8 +311,7 @@ MACHINE = {
 @pytest.mark.parametrize(
     ("name", "capability_number"), [(name, number) for name, (*_, numbers) in MACHINE.items() for number in numbers]
 )
-def test_loops_compile_without_spills(monkeypatch, tmp_path, name, capability_number):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def test_loops_compile_without_spills(triton_cache, name, capability_number):
     arguments, options, _ = MACHINE[name]
     call, target = shapes_of(*arguments, **options), Target("gpu", "", f"{capability_number // 10}.0")
     chosen, recorder = config.heuristic(call, target), testing.Recorder()

@@ -123,8 +123,7 @@ def test_no_config_changes_the_numbers(chosen):
 
 @pytest.mark.parametrize("capability_number", [80, 90, 100])
 @pytest.mark.parametrize("stored", ["bfloat16", "int8", "float8_e5m2"])
-def test_compiles_without_spills(monkeypatch, tmp_path, stored, capability_number):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def test_compiles_without_spills(triton_cache, stored, capability_number):
     call, inputs = shapes(stored)
     recorder = testing.Recorder()
     with intercept_launches(recorder):

@@ -22,15 +22,15 @@ from ejkernel.plugin import Target
 from ejkernel.quantization.codes import NF4
 from ejkernel.utils.tolerance import deviation
 from ejkernel_triton._ahead_of_time import recorded, target_of
-from ejkernel_triton._jax_triton import call_kernel
+from ejkernel_triton._interpret import INTERPRET
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.quantized_matmul import capability, gradients
 from ejkernel_triton.quantized_matmul.config import BACKWARD, FORWARD, Config
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
-from ejkernel_triton import testing
-from ejkernel_triton.grouped_matmul import kernel as grouped_kernel
 from ejkernel_triton.quantized_matmul import kernel, tiles
+
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 SMALL = [case for case in CASES if not case.tags & {"bench", "bench-cpu"}]
@@ -43,13 +43,6 @@ FORMATS = [
     *(("affine", bits, group) for bits, group in ((2, 32), (3, 32), (3, 16), (4, 32), (5, 64), (6, 16), (7, 7), (8, 32))),
     *(("nf4", 4, 32), ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16), ("nvfp8", 8, 16)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    monkeypatch.setenv("EJKERNEL_TRITON_INTERPRET", "1")
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
-    monkeypatch.setattr(grouped_kernel, "call_kernel", testing.interpreted_call)
 
 
 def bound_of(arrays, options, dtype="float32"):
@@ -299,11 +292,9 @@ def dataclasses_of(case, rows):
 
 @pytest.mark.skipif(version_problem() is not None, reason=f"kernels are refused here: {version_problem()}")
 @pytest.mark.parametrize("name", ["bench-1x4096x14336", "bench-16x4096x14336"])
-def test_codes_are_not_exchanged_between_threads(monkeypatch, tmp_path, name):
+def test_codes_are_not_exchanged_between_threads(monkeypatch, triton_cache, name):
     """Words come from shared memory where the MMA wants its operand, both ways round; unpacked weights never go through it."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("EJKERNEL_TRITON_INTERPRET")
-    monkeypatch.setattr(kernel, "call_kernel", call_kernel)
+    monkeypatch.delenv(INTERPRET)
     (case,) = (case for case in CASES if case.name == name)
     launches = [found for _, found in recorded("quantized_matmul", case, "bfloat16", target_of(90))]
     products = [found for found in launches if found.kernel is tiles.product_kernel]

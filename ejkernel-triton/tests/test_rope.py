@@ -28,11 +28,6 @@ needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lo
 SMALL = {case.name: case for case in CASES if not any(tag.startswith("bench") for tag in case.tags)}
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
-
-
 def problem(case, dtype="float32"):
     rng = np.random.default_rng(2)
     arrays = {name: jnp.asarray(value) for name, value in case.arrays(rng).items()}
@@ -116,10 +111,7 @@ LLAMA = {"rotary_dim": 128, "angles": 64}
     ids=["llama", "interleaved", "heads-first", "per-channel", "partial"],
 )
 @pytest.mark.parametrize("capability_number", [80, 90, 100])
-def test_compiles_without_spills(monkeypatch, tmp_path, flags, capability_number):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    recorder = testing.Recorder()
-    monkeypatch.setattr(kernel, "call_kernel", recorder)
+def test_compiles_without_spills(recorder, flags, capability_number):
     flags = dict(flags)
     angles = ArraySpec((1, 512, flags.pop("angles")), "float32")
 

@@ -30,11 +30,6 @@ NAMED = {case.name: case for case in CASES}
 SMALL = [case.name for case in CASES if not case.tags & {"bench", "bench-cpu", "nan"}]
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
-
-
 def bound_of(maker, options=None, dtype="float32"):
     made = {name: jnp.asarray(value, dtype) for name, value in maker(np.random.default_rng(0)).items()}
     bound = OPERATION.canonicalise(**made, **(options or {}))
@@ -119,8 +114,7 @@ def test_segments_fill_the_device():
     assert config.heuristic(many, H200).segment_size == 0
 
 
-def test_compiles_within_the_limits(monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def test_compiles_within_the_limits(triton_cache):
     launched = [launch for _, launch in recorded("rwkv4", NAMED["bench-b2-t512-c512"], "bfloat16", target_of(90))]
     names = [launch.kernel.fn.__name__ for launch in launched]
     assert names == ["segment_kernel", "scan_kernel", "segment_kernel", "head_kernel", "gradient_kernel"]

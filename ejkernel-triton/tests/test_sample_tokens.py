@@ -26,11 +26,6 @@ needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lo
 SMALL = {case.name: case for case in CASES if not case.is_benchmark}
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
-
-
 def check(arrays, options, choice, dtype="float32"):
     arrays = {name: jnp.asarray(value, dtype if value.dtype == np.float32 else None) for name, value in arrays.items()}
     bound = OPERATION.canonicalise(**arrays, **options)
@@ -105,10 +100,7 @@ def test_search_space_is_small_and_holds_the_heuristic():
 
 @pytest.mark.parametrize("number", [80, 90, 100])
 @pytest.mark.parametrize("call", [_call(), _filtered(), _filtered("float32")], ids=["plain", "filtered", "float32"])
-def test_compiles_without_spills_in_loops(monkeypatch, tmp_path, call, number):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    recorder = testing.Recorder()
-    monkeypatch.setattr(kernel, "call_kernel", recorder)
+def test_compiles_without_spills_in_loops(recorder, call, number):
     specs = {name: getattr(call, name) for name in SampleTokensInputs._fields}
     inputs = SampleTokensInputs(**{n: None if s is None else jax.ShapeDtypeStruct(s.shape, s.dtype) for n, s in specs.items()})
     target = Target("gpu", "", f"{number // 10}.0")

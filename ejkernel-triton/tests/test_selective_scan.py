@@ -35,11 +35,6 @@ NAMED = {case.name: case for case in CASES}
 SMALL = [case.name for case in CASES if not case.tags & {"bench", "bench-cpu", "nan"}]
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
-
-
 def bound_of(maker, dtype="float32"):
     made = {
         name: jnp.asarray(value, dtype if value.dtype == np.float32 else None)
@@ -222,9 +217,8 @@ def test_gradients_keep_no_states_of_their_own():
 
 
 @pytest.mark.parametrize(("bounds", "stack"), [(None, 0), ((0, 100, 101, 512), 32)], ids=["rows", "packed"])
-def test_compiles_within_the_limits(monkeypatch, tmp_path, bounds, stack):
+def test_compiles_within_the_limits(triton_cache, bounds, stack):
     """Only with packed sequences the gradients' kernel leaves registers, and no innermost loop of it does."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     case = Case("compiled", arrays(1, 512, 512, 16, bounds=bounds))
     launched = [launch for _, launch in recorded("selective_scan", case, "bfloat16", target_of(90))]
     names = [launch.kernel.fn.__name__ for launch in launched]

@@ -23,7 +23,6 @@ from ejkernel_triton.softmax import capability, config
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
-from ejkernel_triton._rows import cooperative
 from ejkernel_triton.softmax import kernel
 from ejkernel_triton.softmax.mask import PER_ELEMENT, PER_ROW, mask_of
 
@@ -41,12 +40,6 @@ KINDS = {
     "persistent": PERSISTENT,
     "persistent_cooperative": PERSISTENT_COOPERATIVE,
 }
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
-    monkeypatch.setattr(cooperative, "SPIN_LIMIT", 1)
 
 
 def problem(case, dtype="float32"):
@@ -116,9 +109,7 @@ def test_every_config_gives_the_same_numbers(interpreted, name):
     ],
     ids=["persistent", "persistent_cooperative"],
 )
-def test_programs_stay_for_whole_rows_in_forward_and_for_parts_in_backward(monkeypatch, choice, kernels):
-    recorder = testing.Recorder()
-    monkeypatch.setattr(kernel, "call_kernel", recorder)
+def test_programs_stay_for_whole_rows_in_forward_and_for_parts_in_backward(recorder, choice, kernels):
     x = jnp.zeros((6, 40))
     call, inputs = SoftmaxCall(x=ArraySpec.of(x)), SoftmaxInputs(x)
     outputs = kernel.forward(call, inputs, choice)
@@ -183,11 +174,8 @@ COMPILED = [
         for number in (80, 90, 100)
     ],
 )
-def test_compiles_without_spills(monkeypatch, tmp_path, shape, where, kernels, dtype, capability_number):
+def test_compiles_without_spills(recorder, shape, where, kernels, dtype, capability_number):
     """Programs of rows as wide as registers can hold may spill a little."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    recorder = testing.Recorder()
-    monkeypatch.setattr(kernel, "call_kernel", recorder)
     mask = None if where is None else ArraySpec(where, "bool")
     call = SoftmaxCall(x=ArraySpec(shape, dtype), where=mask)
     inputs = SoftmaxInputs(*(s and jax.ShapeDtypeStruct(s.shape, s.dtype) for s in (call.x, call.where)))

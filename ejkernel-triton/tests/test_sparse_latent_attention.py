@@ -129,9 +129,8 @@ def compilations(call, arrays, chosen):
 
 
 @needs_jax_triton
-def test_sizes_of_one_compile(monkeypatch, tmp_path):
+def test_sizes_of_one_compile(triton_cache):
     """Triton makes constants of integers that are 1."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for chosen in (TILE, dataclasses.replace(TILE, splits=2, keys_first=True)):
         found = compilations(*shapes_of(1, 1, 1, 1, size=16, value_size=16), chosen)
         assert len(found) == chosen.splits and all(one.compile(90).asm["cubin"] for one in found)
@@ -147,9 +146,8 @@ MACHINE = {
 @needs_jax_triton
 @pytest.mark.parametrize("capability_number", [80, 90])
 @pytest.mark.parametrize("name", MACHINE)
-def test_every_config_fits(monkeypatch, tmp_path, name, capability_number):
+def test_every_config_fits(triton_cache, name, capability_number):
     """And the heuristic's hardly spills in its loop, and copies asynchronously."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     target = Target("gpu", "", f"{capability_number // 10}.0")
     call, arrays = shapes_of(*MACHINE[name])
     space = config.search_space(call, target)
