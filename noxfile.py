@@ -323,9 +323,10 @@ def install(session: nox.Session) -> None:
 @nox.session(python=False)
 @nox.parametrize("pair", (PAIRS[0], PAIRS[-1]), ids=["oldest", "newest"])
 def smoke(session: nox.Session, pair: tuple[str, str]) -> None:
-    """The first cases of every operation on the oldest and the newest pair, and that every plugin is discovered there."""
-    python = environment(session, pair, "-light")
-    pytest(session, python, "-n", "2", "tests/smoke", "ejkernel-core/tests/test_discovery.py", env=FAST_COMPILATION)
+    """On the oldest and the newest pair: the first cases of every operation, serving functions over meshes, where XLA's compilers
+    differ, and that every plugin is discovered."""
+    python, meshes = environment(session, pair, "-light"), "tests/settings/test_serving_on_meshes.py"
+    pytest(session, python, "-n", "2", "tests/smoke", meshes, "ejkernel-core/tests/test_discovery.py", env=FAST_COMPILATION)
 
 
 @nox.session(python=False)

@@ -84,8 +84,9 @@ def test_config_for_an_implementation_without_knobs_is_refused():
         ejkernel.rms_norm(X, cfg={"block": 3})
 
 
-def layout(arguments, results, shardable=("b", "h")):
-    return Layout(tuple(map(parse_dims, arguments)), tuple(map(parse_dims, results)), shardable)
+def layout(arguments, results, shardable=("b", "h"), sources=()):
+    parsed = tuple(parse_dims(sources[index]) if index < len(sources) else None for index in range(len(results)))
+    return Layout(tuple(map(parse_dims, arguments)), tuple(map(parse_dims, results)), shardable, parsed)
 
 
 def test_rule_splits_query_heads_over_key_heads():
@@ -125,8 +126,21 @@ def test_one_mesh_axis_splits_one_factor():
 def test_gradient_of_a_shared_parameter_is_summed():
     norm = layout(["b r d", "b? d"], ["b r d", "b? d"], ("b", "r"))
     assigned = {"b": ("data",), "r": ("model",)}
-    assert norm.summed(norm.results[1], (1, 8), assigned) == ("data", "model")
-    assert norm.summed(norm.results[0], (4, 2, 8), assigned) == ()
+    assert norm.summed(1, (1, 8), assigned) == ("data", "model")
+    assert norm.summed(0, (4, 2, 8), assigned) == ()
+
+
+def test_gradient_that_forward_formed_is_summed_over_what_it_still_has():
+    loss = layout(["b r d", "b? d v", "b d v"], ["b r d", "b? d v"], ("b", "r"), sources=("b r d", "b d v"))
+    assigned = {"b": ("data",), "r": ("model",)}
+    assert loss.summed(1, (1, 8, 5), assigned) == ("data",)
+    assert not loss.is_inferable
+
+
+def test_devices_do_not_part_units():
+    pages = layout(["n h d", "p s h*2 d"], ["n h d"], ("h",))
+    assert pages.assign([(3, 8, 4), (6, 2, 4, 4)], [(None, "model", None), ()], _Mesh(model=2)) == {"h": ("model",)}
+    assert pages.assign([(3, 8, 4), (6, 2, 4, 4)], [(None, "model", None), ()], _Mesh(model=4)) == {}
 
 
 PERSISTENT = """

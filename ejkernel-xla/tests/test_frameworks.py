@@ -193,7 +193,15 @@ def test_any_number_of_rows(name: str, leading: tuple[int, ...]):
     rng = np.random.default_rng(2)
     given = [jnp.asarray(rng.standard_normal((*leading, T, H, D)), jnp.float32) for _ in range(3)]
     logits = jnp.einsum("...thd,...shd->...hts", *given[:2]) / np.sqrt(D)
-    for shape in ((T, T), (1, T, T), (*leading, 1, T, T), (*leading[:-1], *leading[:1], H, T, T)[-len(leading) - 3 :]):
+    ones = (1,) * len(leading)
+    for shape in (
+        (T, T),
+        (1, T, T),
+        (*leading, 1, T, T),
+        (*leading, H, T, T),
+        (*ones, H, T, T),
+        (*leading[:1], *ones[1:], 1, T, T),
+    ):
         mask = rng.random(shape) < 0.7
         mask[..., 0] = True
         weights = jax.nn.softmax(jnp.where(mask, logits, -jnp.inf), axis=-1)

@@ -64,13 +64,15 @@ def environment(asked: str) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Of this checkout, or as `build_wheels.sh` left it for a machine without git."""
+    """As `build_wheels.sh` left it beside the wheels that run here, or of this checkout."""
     left = ROOT / ".whl" / "commit"
+    if left.exists():
+        return left.read_text().strip()
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return left.read_text().strip() if left.exists() else None
+        return None
 
 
 def run(name: str, asked: str, builds: str, seconds: float) -> dict[str, Any]:

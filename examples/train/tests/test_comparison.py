@@ -80,8 +80,8 @@ def test_every_build_follows_every_other():
         def __init__(self, name: str) -> None:
             self.name, self.config = name, TINY
 
-        def step(self, state: Any, window: Any) -> tuple[Any, float, float]:
-            return (*state, self.name), 0.0, 1.0
+        def step(self, state: Any, window: Any) -> tuple[Any, report.Measured]:
+            return (*state, self.name), report.Measured(0.0, 1.0, 1.0)
 
     seconds, order = comparison.timed([Named(name) for name in "abc"], (), data.load(), 6)  # pyright: ignore[reportArgumentType]
     assert [len(each) for each in seconds] == [6, 6, 6]

@@ -91,7 +91,7 @@ def test_a_step_is_skipped(sometimes_nan: np.ndarray):
     assert np.isfinite(build.losses).tolist() == [True, False, True]
     finite.check(config, 3, build.losses, build.norms, None)
     finite.check(config, 2, build.losses[:2], build.norms[:2], None)
-    assert build.record(None, 0)["losses"] == [build.losses[0], None, build.losses[2]]
+    assert build.record(None, 0, [1.0])["losses"] == [build.losses[0], None, build.losses[2]]
     nan, one = float("nan"), 1.0
     finite.check(config, 10, [one, *[nan] * 9], [one] * 10, None)
     with pytest.raises(finite.NotFiniteError, match=r"step 11 by plain: the loss is nan, .* as of 10 steps"):

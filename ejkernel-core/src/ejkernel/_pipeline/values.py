@@ -76,7 +76,7 @@ def _kind(hint: Any) -> _Kind:
 def _check(name: str, kind: _Kind, value: Any) -> None:
     if isinstance(kind, tuple) and not isinstance(value, Hashable):
         got = repr(value) if isinstance(value, list) else type(value).__name__
-        raise invalid(name, got, f"one of {', '.join(map(str, kind))}")
+        raise wrong_type(name, got, f"one of {', '.join(map(str, kind))}")
     if kind is _ARRAY and not isinstance(value, _NUMBERS):
         refuse_foreign(name, value)
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):

@@ -51,6 +51,7 @@ class Sharded:
         operation, call = problem.owner, problem.bound.call
         self.dims = {name: parse_dims(text) for name, text in operation.dimensions(call).items()}
         inputs = dict(named(problem.bound.inputs))
+        self.copies = self._copies(inputs)
         self.inputs = operation.Inputs(
             **{**dict.fromkeys(operation.Inputs._fields), **{n: self._widened(n, a) for n, a in inputs.items()}}
         )
@@ -66,14 +67,23 @@ class Sharded:
             self.split += [n for n, _ in named(outputs)]
 
     def _widened(self, name: str, array: Any) -> Any:
-        """The array repeated along the factors that are split until they divide, each time a little smaller."""
+        """The array repeated along the factors that do not divide in every array, each time a little smaller."""
         for place, dim in enumerate(self.dims[name]):
-            size = array.shape[place]
-            pieces = self.mesh.shape[self.axes[dim.factor]] if dim.factor in self.axes else 1
-            if not dim.divides(size, pieces) and not (size == 1 and dim.broadcasts):
-                factors = [1 - copy / (2 * pieces) if has_gradient(array) else 1 for copy in range(pieces)]
+            copies = self.copies.get(dim.factor, 1)
+            if copies > 1 and not (array.shape[place] == 1 and dim.broadcasts):
+                factors = [1 - copy / (2 * copies) if has_gradient(array) else 1 for copy in range(copies)]
                 array = jnp.concatenate([array * jnp.asarray(factor, array.dtype) for factor in factors], place)
         return array
+
+    def _copies(self, inputs: Mapping[str, Any]) -> dict[str, int]:
+        """How often each factor that is split is repeated, in all arrays alike, so that heads keep their groups."""
+        found: dict[str, int] = {}
+        for factor, axis in self.axes.items():
+            pieces = self.mesh.shape[axis]
+            pairs = [pair for name, array in inputs.items() for pair in zip(self.dims[name], array.shape, strict=True)]
+            own = [(dim, size) for dim, size in pairs if dim.factor == factor and not (size == 1 and dim.broadcasts)]
+            found[factor] = 1 if all(dim.divides(size, pieces) for dim, size in own) else pieces
+        return found
 
     def _axes_of(self, name: str, shape: tuple[int, ...]) -> list[str | None]:
         own = shape[len(shape) - len(self.dims[name]) :]

@@ -40,7 +40,7 @@ def narrowed(name: str, value: Any) -> Any:
             raise invalid(name, f"values in [{value.min()}, {value.max()}]", "values that int32 holds")
     if isinstance(value, jax.Array) or value.dtype.itemsize < 8 or "seed" in name or jax.config.jax_enable_x64:
         return value
-    return np.clip(value, max(_LEAST, int(np.iinfo(value.dtype).min)), _MOST).astype(np.int32)
+    return np.asarray(np.clip(value, max(_LEAST, int(np.iinfo(value.dtype).min)), _MOST), np.int32)
 
 
 def _is_wide(dtype: Any) -> bool:

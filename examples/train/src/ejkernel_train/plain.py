@@ -144,8 +144,10 @@ def gated_delta_rule(query: jax.Array, key: jax.Array, value: jax.Array, beta: j
         out = product("bhid,bhdv->bhiv", read, state) + product("bhij,bhjv->bhiv", scores, new)
         return last[..., None, None] * state + product("bhid,bhiv->bhdv", left, new), out.astype(dtype)
 
-    start = jnp.zeros((value.shape[0], heads, key.shape[3], value.shape[3]), jnp.promote_types(dtype, FLOAT32))
-    _, out = jax.lax.scan(step, start, within(query, key, value, beta, decay))  # [N, B, H, C, D]
+    of_chunks = within(query, key, value, beta, decay)
+    (added, *_, left), _ = of_chunks
+    start = jnp.zeros_like(product("bhid,bhiv->bhdv", left[0], added[0]))  # on the devices where these are
+    _, out = jax.lax.scan(step, start, of_chunks)  # [N, B, H, C, D]
     out = jnp.moveaxis(out, (0, 2), (1, 3))
     return out.reshape(out.shape[0], -1, *out.shape[3:])
 

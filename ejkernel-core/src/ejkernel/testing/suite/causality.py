@@ -25,6 +25,7 @@ CHANGES: Mapping[str, Callable[[Any], Any]] = {
 """What is done to later values. Gradients are compared after finite changes alone: a cotangent of 0 times NaN is NaN."""
 
 
+@pytest.mark.filterwarnings("ignore:(All-NaN|invalid value|overflow):RuntimeWarning")  # NumPy's, in interpreters
 @pytest.mark.ejkernel_level("numbers")
 def test_later_values_change_nothing_before(problem: Problem, conformance_report: Report) -> None:
     """Outputs are the same bit for bit, and so are gradients if only earlier outputs have cotangents; later values have none.
