@@ -220,7 +220,8 @@ def backward_around_scales(
 ) -> LinearRecurrenceInputs:
     wide = as_computed(call, backward=True)
     if wide != call:
-        found = backward_around_scales(run, wide, *(_in_float32(x) for x in (inputs, outputs, cotangents)), config)
+        of_outputs = _in_float32(outputs), _in_float32(cotangents)
+        found = backward_around_scales(run, wide, _in_float32(inputs), *of_outputs, config)
         dtypes = {name: array.dtype for name, array in named(inputs)}
         return found._replace(**{name: array.astype(dtypes[name]) for name, array in named(found)})
     names = ("value", "value_scale", "skip")
