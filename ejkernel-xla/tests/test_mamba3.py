@@ -11,6 +11,7 @@ import pytest
 from against_reference import assert_close, check_by_tokens
 
 import ejkernel
+from ejkernel.operations.common.tolerance import deviation
 
 TOKENS = ("x", "B", "C", "dt", "trap", "angles")
 STATE = ("theta", "matrix", "last_key", "last_x")
@@ -227,6 +228,46 @@ def test_bfloat16() -> None:
     wanted = by_tokens(**{name: np.asarray(value, np.float64) for name, value in arrays.items()})
     for one, other in zip(found, wanted, strict=True):
         assert_close(one, other, 2e-2)
+
+
+def test_gradients_of_angles_in_bfloat16() -> None:
+    """Sums over all later tokens, of which only pairs of tokens around an angle do not cancel."""
+    arrays = {name: jnp.asarray(value, jnp.bfloat16) for name, value in stateless(problem(600, batch=1)).items()}
+
+    def gradients(dtype: Any) -> Any:
+        def loss(given: Any) -> Any:
+            out = ejkernel.mamba3(**given, dt_softplus=True)[0]
+            return jnp.sum(out * jnp.cos(jnp.arange(out.size).reshape(out.shape)).astype(jnp.bfloat16).astype(out.dtype))
+
+        return jax.grad(loss)({name: array.astype(dtype) for name, array in arrays.items()})
+
+    wanted = gradients(jnp.float32)
+    for name, gradient in gradients(jnp.bfloat16).items():
+        assert deviation(gradient, wanted[name]).norm < 1e-2, name
+
+
+def test_float16_does_not_hold_values_times_shares() -> None:
+    """A token brings along its predecessor, whose product with its share is in no array: gradients before it would be NaN."""
+    arrays = {name: jnp.asarray(value, jnp.float16) for name, value in stateless(problem()).items()}
+    arrays |= {
+        "B": arrays["B"] / 64,
+        "C": arrays["C"] / 64,
+        "B_bias": None,
+        "C_bias": None,
+        "D": None,
+        "dt": 400 + arrays["dt"],
+    }
+    arrays |= {"x": arrays["x"] * 400, "A": arrays["A"] / 1000}
+
+    def value_and_gradients(dtype: Any) -> Any:
+        given = {name: None if array is None else array.astype(dtype) for name, array in arrays.items()}
+        out, pull = jax.vjp(lambda given: ejkernel.mamba3(**given)[0], given)
+        return out, pull(jnp.full_like(out, 1e-3))[0]
+
+    (out, gradients), (exact, wanted) = value_and_gradients(jnp.float16), value_and_gradients(jnp.float32)
+    assert_close(out, exact, 5e-3)
+    assert_close(gradients["A"], wanted["A"], 2e-2)
+    assert all(np.isfinite(gradients[name]).all() for name in ("x", "C", "dt", "trap", "angles"))
 
 
 def test_explain_and_class_form() -> None:

@@ -118,7 +118,9 @@ def _trapezoidal(
 ) -> Bound:
     """Mamba-3 as a linear recurrence of `U_t = a_t (U_(t-1) + (c_(t-1) + b_t) K_(t-1) x_(t-1)^T)`, `S_t = U_t + c_t K_t x_t^T`.
 
-    A token brings along what it adds of its predecessor, so that nothing of it comes later.
+    A token brings along what it adds of its predecessor, so that nothing of it comes later. Products are of float32 for halves: the
+    gradient of an angle is a sum over all later tokens, of which only pairs of tokens around it do not cancel. Gradients of queries
+    and keys that are rounded to bfloat16 would leave 0.3 of it wrong after 1000 tokens.
     """
     _check_arrays(x, A, B, C, D, dt, trap, angles, B_bias, C_bias)
     part = taking_part(None, cu_seqlens, x, "x")
@@ -144,7 +146,7 @@ def _trapezoidal(
     bound = _LINEAR_RECURRENCE.canonicalise(
         query,
         last_turned,
-        ((jnp.exp(logs) * (last_share + before))[..., None] * last_value).astype(x.dtype),
+        (jnp.exp(logs) * (last_share + before))[..., None] * last_value,
         logs,
         initial_state=state,
         cu_seqlens=cu_seqlens,
@@ -155,15 +157,14 @@ def _trapezoidal(
 
     def finish(outputs: Any) -> Any:
         out, state = bound.finish(outputs)
-        wide_key = key.astype(wide)
         written = own[..., None] * wide_x
-        out = out.astype(wide) + (query.astype(wide) * wide_key).sum(axis=-1, keepdims=True) * written
+        out = out + (query * key).sum(axis=-1, keepdims=True) * written
         if D is not None:
             skip = D.astype(wide) if D.ndim == 2 else D.astype(wide)[:, None]
             out = out + wide_x * skip[None, None]
-        kept = ((turns * _TURN, theta), (wide_key, last_key), (wide_x, last_x))
+        kept = ((turns * _TURN, theta), (key, last_key), (wide_x, last_x))
         new_theta, new_key, new_x = (edge_tokens(tokens, empty, cu_seqlens) for tokens, empty in kept)
-        state = state + edge_tokens(wide_key, None, cu_seqlens)[..., None] * edge_tokens(written, None, cu_seqlens)[:, :, None]
+        state = state + edge_tokens(key, None, cu_seqlens)[..., None] * edge_tokens(written, None, cu_seqlens)[:, :, None]
         return out.astype(x.dtype), (new_theta, state, new_key, new_x)
 
     return Bound(bound.call, bound.inputs, finish)
@@ -198,14 +199,14 @@ def _running_turns(steps: Any, angles: Any, theta: Any, cu_seqlens: Any) -> Any:
 
 
 def _turned(array: Any, bias: Any, turns: Any) -> Any:
-    """B or C `[B,T,G,N]` with its bias `[H,N]`, the first pairs of neighbours turned by `[B,T,H,R]`: `[B,T,H,N]`."""
+    """B or C `[B,T,G,N]` with its bias `[H,N]`, the first pairs of neighbours turned by `[B,T,H,R]`: `[B,T,H,N]`, not rounded."""
     wide = repeat_heads(array.astype(turns.dtype), turns.shape[2] // array.shape[2], 2)
     if bias is not None:
         wide = wide + bias.astype(wide.dtype)[None, None]
     pairs = wide.reshape(*wide.shape[:3], wide.shape[3] // 2, 2)
     angle = _TURN * jnp.pad(turns, ((0, 0), (0, 0), (0, 0), (0, pairs.shape[3] - turns.shape[3])))
     cos, sin, even, odd = jnp.cos(angle), jnp.sin(angle), pairs[..., 0], pairs[..., 1]
-    return jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(wide.shape).astype(array.dtype)
+    return jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(wide.shape)
 
 
 def _check_arrays(x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, trap: Any, angles: Any, B_bias: Any, C_bias: Any) -> None:
