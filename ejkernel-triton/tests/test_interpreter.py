@@ -117,3 +117,23 @@ def test_unset_it_is_a_launch(monkeypatch):
     monkeypatch.setenv(INTERPRET, "0")
     with ejkernel.use(target="cpu"), pytest.raises(ValueError, match="expected a GPU with a known compute capability"):
         call_kernel(adding_kernel, (jnp.zeros(8), 8, jnp.zeros(8)), (((8,), jnp.float32),), grid=1, num_warps=4, BLOCK=8)
+
+
+@triton.jit
+def product_kernel(p_left, p_right, p_out, PRECISION: tl.constexpr):
+    o_tile = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    b_out = tl.dot(tl.load(p_left + o_tile), tl.load(p_right + o_tile), input_precision=PRECISION)
+    tl.store(p_out + o_tile, b_out)
+
+
+@pytest.mark.parametrize(("precision", "least", "most"), [("ieee", 0, 2e-7), ("tf32x3", 1e-7, 6e-7), ("tf32", 1e-4, 6e-4)])
+def test_products_of_float32_are_as_exact_as_on_a_gpu(monkeypatch, precision, least, most):
+    monkeypatch.setenv(INTERPRET, "1")
+    left, right = np.random.default_rng(0).standard_normal((2, 16, 16)).astype(np.float32)
+    outputs = ((left.shape, jnp.float32),)
+    out = call_kernel(product_kernel, (left, right), outputs, grid=1, num_warps=4, PRECISION=precision)[0]
+    exact = left.astype(np.float64) @ right.astype(np.float64)
+    assert least <= np.linalg.norm(out - exact) / np.linalg.norm(exact) < most
+    infinite = np.where(left > 1.5, np.inf, left)
+    out = call_kernel(product_kernel, (infinite, np.abs(right)), outputs, grid=1, num_warps=4, PRECISION=precision)[0]
+    np.testing.assert_array_equal(np.isposinf(out), np.isposinf(infinite @ np.abs(right)))

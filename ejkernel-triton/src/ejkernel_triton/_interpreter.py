@@ -104,9 +104,27 @@ _cast_before = interpreter.InterpreterBuilder.cast_impl
 def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, *rest: Any) -> Any:
     """The interpreter stores bfloat16 as integers, which it would multiply, and does not emulate TF32."""
     a, b = (builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-    if input_precision == ir.INPUT_PRECISION.TF32 and a.data.dtype == np.float32:
-        a, b = (interpreter.TensorHandle(_tf32(x.data), x.dtype) for x in (a, b))
+
+    def product(left: np.ndarray, right: np.ndarray, total: Any) -> Any:
+        tiles = (interpreter.TensorHandle(x, tl.float32) for x in (left, right))
+        return _dot_before(builder, *tiles, total, input_precision, *rest)
+
+    if a.data.dtype == np.float32 and input_precision == ir.INPUT_PRECISION.TF32:
+        return product(_tf32(a.data), _tf32(b.data), d)
+    if a.data.dtype == np.float32 and input_precision == ir.INPUT_PRECISION.TF32x3:
+        (a_hi, a_lo), (b_hi, b_lo) = _split(a.data), _split(b.data)
+        zero = interpreter.TensorHandle(np.zeros_like(d.data), d.dtype)
+        small = product(a_lo, b_hi, product(a_hi, b_lo, zero)).data
+        total = product(a_hi, b_hi, d)
+        # where a large part is infinite the small ones are NaN, which Triton makes 0
+        return interpreter.TensorHandle(np.where(np.isnan(small), 0, small) + total.data, total.dtype)
     return _dot_before(builder, a, b, d, input_precision, *rest)
+
+
+def _split(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Two numbers of TF32 whose sum is nearly the array."""
+    large = _tf32(array)
+    return large, _tf32(array - large)
 
 
 def _tf32(array: np.ndarray) -> np.ndarray:
