@@ -12,7 +12,7 @@ from ejkernel.plugin import ConfigSpace, Target
 from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_triton._blocks import MIN_DOT_SIZE, dot_block
 from ejkernel_triton._capability import shared_memory_limit
-from ejkernel_triton.linear_recurrence.params import WIDEST_VALUE, product_precision
+from ejkernel_triton.linear_recurrence.params import WIDEST_VALUE, as_computed, product_precision
 
 
 @renamed_knobs(chunk="chunk_size", segment="segment_size", block="block_v")
@@ -61,6 +61,7 @@ class _Model:
     """Shared memory and registers of a config, and the properties of the call that they depend on."""
 
     def __init__(self, call: LinearRecurrenceCall, target: Target, *, backward: bool) -> None:
+        call = as_computed(call, backward=backward)
         self.call, self.backward = call, backward
         self.width, self.channels = dot_block(call.query.shape[3]), dot_block(min(call.value.shape[3], WIDEST_VALUE))
         self.itemsize = 4 if call.query.dtype == "float32" else 2

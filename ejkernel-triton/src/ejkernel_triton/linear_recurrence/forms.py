@@ -24,7 +24,7 @@ from ejkernel.operations.linear_recurrence.interface import (
     LinearRecurrenceOutputs,
 )
 from ejkernel_triton.linear_recurrence.config import Config
-from ejkernel_triton.linear_recurrence.params import WIDEST_VALUE
+from ejkernel_triton.linear_recurrence.params import WIDEST_VALUE, as_computed
 
 Forward = Callable[[LinearRecurrenceCall, LinearRecurrenceInputs, Config], LinearRecurrenceOutputs]
 Backward = Callable[
@@ -191,9 +191,18 @@ def _values(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) -> tuple
     return written.astype(dtype), skipped
 
 
+def _in_float32(arrays: Any) -> Any:
+    """Arrays of float16 in float32, others as they are."""
+    return jax.tree.map(lambda array: array.astype(jnp.float32) if array.dtype == jnp.float16 else array, arrays)
+
+
 def forward_around_scales(
     run: Forward, call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: Config
 ) -> LinearRecurrenceOutputs:
+    wide = as_computed(call, backward=False)
+    if wide != call:
+        found = forward_around_scales(run, wide, _in_float32(inputs), config)
+        return found._replace(out=found.out.astype(call.value.dtype))
     value, skipped = _values(call, inputs)
     found = run(*_of_values(call, inputs, value), config)
     if skipped is None:
@@ -209,6 +218,12 @@ def backward_around_scales(
     cotangents: LinearRecurrenceOutputs,
     config: Config,
 ) -> LinearRecurrenceInputs:
+    wide = as_computed(call, backward=True)
+    if wide != call:
+        of_outputs = _in_float32(outputs), _in_float32(cotangents)
+        found = backward_around_scales(run, wide, _in_float32(inputs), *of_outputs, config)
+        dtypes = {name: array.dtype for name, array in named(inputs)}
+        return found._replace(**{name: array.astype(dtypes[name]) for name, array in named(found)})
     names = ("value", "value_scale", "skip")
     given = {name: array for name, array in named(inputs) if name in names}
     (value, skipped), pull = jax.vjp(lambda given: _values(call, inputs._replace(**given)), given)

@@ -10,7 +10,8 @@ Gradients of decays: that of log decay s is the sum over pairs j < s <= i of tok
 before it times the gradient of the state after it, pairs of tokens before s with later chunks their `key . d_key`, pairs of s and
 tokens after it with earlier chunks their `query . d_query`. None is a difference of sums that were rounded apart, of which strong
 decays would leave the rounding alone. The one difference is that of pairs within the chunk, `query . d_query - key . d_key` from s
-on: both have the same rounded factors and cancel.
+on: both have the same rounded factors and cancel. In float32 these are products of three TF32 ones, which differ: a token's pair
+with itself is left out, and under decays per head the other pairs are summed one by one (`pairs_around`).
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -21,6 +22,7 @@ import triton.language as tl
 
 from ejkernel_triton.linear_recurrence.tiles import (
     LOG2_E,
+    add_to_state,
     dot,
     edge_decays,
     hi_plus_lo,
@@ -38,6 +40,7 @@ from ejkernel_triton.linear_recurrence.tiles import (
     start_logs,
     state_of,
     store_tile,
+    stored_values,
     suffix_decays,
     totals_of,
     weighted_scores,
@@ -48,13 +51,16 @@ MIN_AROUND = tl.constexpr(-60.0)
 
 
 @triton.jit
+def own_pairs(b_scores, b_value, CHUNK: tl.constexpr):
+    """The values of a chunk, each weighted by its token's score with itself."""
+    o_row = tl.arange(0, CHUNK)
+    return tl.sum(tl.where(o_row[:, None] == o_row[None, :], b_scores, 0.0), axis=1)[:, None] * b_value
+
+
+@triton.jit
 def add_levels(b_out, b_near, b_scores, b_value, b_own, b_log, CHUNK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr):
     """Accumulate values weighted by scores and decays per value channel, and own times them, its decays rounded like those of
-    values; pairs are split at the middle of blocks of each size."""
-    o_row = tl.arange(0, CHUNK)
-    b_pairs = tl.sum(tl.where(o_row[:, None] == o_row[None, :], b_scores, 0.0), axis=1)[:, None] * b_value
-    b_out += b_pairs
-    b_near += b_own * b_pairs
+    values; pairs of two tokens are split at the middle of blocks of each size."""
     for i_level in range(LEVELS):
         b_decay = level_decays(b_log, i_level, CHUNK, R)
         b_pairs = tl.where(level_pairs(i_level, CHUNK, R.back), b_scores, 0.0)
@@ -66,8 +72,11 @@ def add_levels(b_out, b_near, b_scores, b_value, b_own, b_log, CHUNK: tl.constex
 
 @triton.jit
 def add_pairs(b_out, b_scores, b_value, b_own, b_log, CHUNK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr):
-    """The same, split at the start of the chunk for queries whose decays are mild."""
+    """The same of all pairs, split at the start of the chunk for queries whose decays are mild. Own times a token's pair with
+    itself cancels in gradients; in float32, where its two terms would be rounded apart, it is in neither."""
     b_near = tl.zeros_like(b_out)
+    if R.hi_lo:
+        b_out += own_pairs(b_scores, b_value, CHUNK)
     if R.wide:
         b_out, b_near = add_levels(b_out, b_near, b_scores, b_value, b_own, b_log, CHUNK, LEVELS, R)
     else:
@@ -80,6 +89,8 @@ def add_pairs(b_out, b_scores, b_value, b_own, b_log, CHUNK: tl.constexpr, LEVEL
         else:
             m_seen = o_row[:, None] >= o_row[None, :]
             m_split = m_seen & m_mild[:, None]
+        if R.hi_lo:
+            m_split = m_split & (o_row[:, None] != o_row[None, :])
         b_far = (b_value * tl.exp2(-b_start)).to(b_value.dtype)
         b_pairs = dot(tl.where(m_split, b_scores, 0.0), b_far, R)
         b_start = tl.exp2(b_start)
@@ -87,8 +98,21 @@ def add_pairs(b_out, b_scores, b_value, b_own, b_log, CHUNK: tl.constexpr, LEVEL
         b_near += (b_own * b_start).to(b_own.dtype) * b_pairs
         if tl.sum(m_mild.to(tl.int32), axis=0) < CHUNK:
             b_scores = tl.where(m_split, 0.0, b_scores)
+            if not R.hi_lo:
+                b_out += own_pairs(b_scores, b_value, CHUNK)
             b_out, b_near = add_levels(b_out, b_near, b_scores, b_value, b_own, b_log, CHUNK, LEVELS, R)
     return b_out, b_near
+
+
+@triton.jit
+def pairs_around(b_scores, b_own, b_value, CHUNK: tl.constexpr, R: tl.constexpr):
+    """What pairs of tokens in a chunk give to the gradients of its log decays `[CHUNK]`: token s gets the sum over pairs j < s <= i
+    of `scores own . value`. Rows are the later tokens."""
+    o_row = tl.arange(0, CHUNK)
+    b_pairs = b_scores * tl.dot(b_own, tl.trans(b_value), input_precision=R.precision)
+    m_earlier = o_row[:, None] > o_row[None, :]
+    b_pairs = tl.cumsum(tl.where(m_earlier, b_pairs, 0.0), axis=0, reverse=True)
+    return tl.sum(tl.where(m_earlier, b_pairs, 0.0), axis=1)
 
 
 @triton.jit
@@ -149,12 +173,13 @@ def fused_chunk_kernel(
     """Outputs of a segment's tokens.
 
     BEFORE: there are states before the segments. LAST: the states after sequences that have tokens are wanted.
-    LOG: 1 writes own . out, of every channel or summed, to p_log, and the states before all chunks to p_kept; 2 takes both, as
-    p_partner and p_states, and writes the gradient of the decays.
+    LOG: 1 writes own . out, of every channel or summed, to p_log (but with PAIRS its share of the gradient of the decays), and the
+    states before all chunks to p_kept; 2 takes both, as p_partner and p_states, and writes the gradient of the decays.
     MEMBERS: heads that a program runs one after the other, and whose outputs it sums in p_out, float32 if there are several.
     """
     PARTS: tl.constexpr = R.heads // MEMBERS
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
+    PAIRS: tl.constexpr = LOG == 1 and R.decay == "scalar" and R.hi_lo
     i_block = tl.program_id(0) % BLOCKS
     i_part = tl.program_id(0) // BLOCKS % PARTS
     i_segment = tl.program_id(0) // (BLOCKS * PARTS) % segments
@@ -224,7 +249,7 @@ def fused_chunk_kernel(
             )
             if R.value_scale_heads > 0:
                 b_scale = load_scales(p_scale, i_token, i_head, rows, CHUNK, FULL_CHUNKS, R)
-            if LOG == 2 or R.decay == "value":
+            if LOG == 2 or PAIRS or R.decay == "value":
                 b_own = load_tile(
                     p_own, i_token, i_head, i_column, rows, R.own_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
                 )
@@ -247,22 +272,24 @@ def fused_chunk_kernel(
                         b_update *= b_scale
                     b_scores = weighted_scores(b_scores, b_hi, b_lo, CHUNK, R, not R.back)
                     b_out *= (b_read * R.read_scale)[None, :]
-                    if LOG == 2:
+                    if LOG == 2 or PAIRS:
                         b_far = tl.sum(tl.trans(b_own) * b_out, axis=0)
+                    if PAIRS:
+                        b_near = pairs_around(tl.trans(b_scores), b_own, b_value, CHUNK, R)
                     b_state *= tl.exp2(hi_plus_lo(hi, lo, R))
-                    b_weighted = (b_value * (b_update * R.update_scale)[:, None]).to(b_value.dtype)
+                    b_weighted = stored_values(b_value * (b_update * R.update_scale)[:, None], b_value, R)
                 else:
                     b_scores = weighted_scores(b_scores, 0.0, 0.0, CHUNK, R, not R.back)
                     b_out *= R.read_scale
                     b_weighted = b_value.to(tl.float32) * R.update_scale
                     if R.value_scale_heads > 0:
                         b_weighted *= b_scale[:, None]
-                    b_weighted = b_weighted.to(b_value.dtype)
+                    b_weighted = stored_values(b_weighted, b_value, R)
                 if R.value_scale_heads > 0:
                     b_scores *= b_scale[:, None]
                 b_out += dot(tl.trans(b_value), b_scores, R)
                 b_out = tl.trans(b_out)
-                b_state = tl.dot(tl.trans(b_weighted), b_key, b_state, input_precision=R.precision)
+                b_state = add_to_state(b_state, tl.trans(b_weighted), b_key, R)
             else:
                 b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
                 b_out = dot(b_query, b_state, R)
@@ -273,11 +300,13 @@ def fused_chunk_kernel(
                         b_update *= b_scale
                         b_scores *= b_scale[None, :]
                     b_out *= (b_read * R.read_scale)[:, None]
-                    if LOG == 2:
+                    if LOG == 2 or PAIRS:
                         b_far = tl.sum(b_own * b_out, axis=1)  # [CHUNK]
+                    if PAIRS:
+                        b_near = pairs_around(b_scores, b_own, b_value, CHUNK, R)
                     b_out += dot(b_scores, b_value, R)
                     b_state *= tl.exp2(hi_plus_lo(hi, lo, R))
-                    b_weighted = (b_value * (b_update * R.update_scale)[:, None]).to(b_value.dtype)
+                    b_weighted = stored_values(b_value * (b_update * R.update_scale)[:, None], b_value, R)
                 elif R.decay == "value":
                     b_log = log_tile(p_gk, i_token, i_head, i_column, rows, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
                     b_scores *= R.scale
@@ -300,11 +329,11 @@ def fused_chunk_kernel(
                     b_weighted = b_value
                     if R.value_scale_heads > 0:
                         b_scores *= b_scale[None, :]
-                        b_weighted = (b_value * b_scale[:, None]).to(b_value.dtype)
+                        b_weighted = stored_values(b_value * b_scale[:, None], b_value, R)
                     b_out += dot(b_scores, b_value, R)
                     if R.update_scale != 1.0:
                         b_weighted = (b_value.to(tl.float32) * R.update_scale).to(b_value.dtype)
-                b_state = tl.dot(tl.trans(b_key), b_weighted, b_state, input_precision=R.precision)
+                b_state = add_to_state(b_state, tl.trans(b_key), b_weighted, R)
 
             if R.skip_heads > 0:
                 b_out += b_value * skip
@@ -315,15 +344,22 @@ def fused_chunk_kernel(
             store_tile(p_out, b_sum_out, i_token, i_head, i_column, stored, PARTS, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
             if LOG > 0:
                 if R.decay == "scalar":
-                    b_own = load_tile(
-                        p_own, i_token, i_head, i_column, rows, R.own_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
-                    )
-                    b_log = tl.sum(b_own * b_out, axis=1)  # [CHUNK]
+                    if PAIRS:
+                        b_log = tl.cumsum(b_far, axis=0, reverse=True) + b_near
+                    elif not R.hi_lo:
+                        b_own = load_tile(
+                            p_own, i_token, i_head, i_column, rows, R.own_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
+                        )
+                        b_log = tl.sum(b_own * b_out, axis=1)  # [CHUNK]
                     p_row = row_of(p_log, i_block * tokens + i_token, i_head, R.heads, CHUNK, R)
                     if LOG == 2:
                         p_other = row_of(p_partner, i_block * tokens + i_token, i_head, R.heads, CHUNK, R)
-                        b_log = tl.load(p_other, mask=o_row < rows, other=0.0) - (b_log - b_far)
-                        b_log = tl.cumsum(b_log, axis=0, reverse=True) + (tl.cumsum(b_far, axis=0) - b_far)
+                        b_other = tl.load(p_other, mask=o_row < rows, other=0.0)
+                        if R.hi_lo:
+                            b_log = b_other
+                        else:
+                            b_log = tl.cumsum(b_other - (b_log - b_far), axis=0, reverse=True)
+                        b_log += tl.cumsum(b_far, axis=0) - b_far
                         b_log += tl.exp2(hi_plus_lo(hi, lo, R)) * tl.sum(b_around, axis=0)
                         b_log = tl.where(o_row < rows, b_log, 0.0)
                     tl.store(p_row, b_log, mask=o_row < stored)

@@ -44,6 +44,7 @@ from ejkernel_triton.linear_recurrence.params import (
     key_gradient_params,
     prepared_params,
     query_gradient_params,
+    takes_scales,
     value_gradient_params,
 )
 from ejkernel_triton.linear_recurrence.recurrent import recurrent_kernel
@@ -519,7 +520,7 @@ def _zero_size(call: LinearRecurrenceCall) -> bool:
 def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: Config) -> LinearRecurrenceOutputs:
     if _zero_size(call):
         return _zero_outputs(call, inputs)
-    if forms.has_scales(call) and not _takes_scales(call):
+    if forms.has_scales(call) and not takes_scales(call):
         return forms.forward_around_scales(forward, call, inputs, config)
     if not config.chunk_size:
         problem = _Problem(call, inputs, config)
@@ -553,12 +554,6 @@ def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs, config: 
     if length > 1:
         out, _ = problem.step_by_step(cut, before, _REPAIR_BLOCK, 4, found=out)
     return LinearRecurrenceOutputs(out, final if call.return_state else None)
-
-
-def _takes_scales(call: LinearRecurrenceCall) -> bool:
-    """Whether the kernels take value_scale and skip, which is then of whole heads."""
-    per_head = call.skip is None or call.skip.shape[2] == 1
-    return per_head and call.gk is None and call.bonus is None and call.value.shape[3] <= WIDEST_VALUE
 
 
 def _segment_of(config: Config) -> int:
@@ -595,7 +590,7 @@ def backward(
             call, inputs, cotangents, lambda call, inputs, cotangents: backward(call, inputs, outputs, cotangents, config)
         )
     stored = config.store_states and can_store_states(call)
-    if forms.has_scales(call) and not (stored and _takes_scales(call)):
+    if forms.has_scales(call) and not (stored and takes_scales(call)):
         return forms.backward_around_scales(backward, call, inputs, outputs, cotangents, config)
     if call.bonus is not None:
         return forms.backward_with_bonus(backward, call, inputs, outputs, cotangents, config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ejkernel.call import ArraySpec
 from ejkernel.operations.linear_recurrence.interface import LinearRecurrenceCall
 from ejkernel_triton._numerics import DotPrecision, dot_precision
 
@@ -68,6 +69,26 @@ class RecurrenceParams:
     update_scale: float
     precision: str
     wide: bool
+
+
+def takes_scales(call: LinearRecurrenceCall) -> bool:
+    """Whether the kernels take value_scale and skip, which is then of whole heads."""
+    per_head = call.skip is None or call.skip.shape[2] == 1
+    return per_head and call.gk is None and call.bonus is None and call.value.shape[3] <= WIDEST_VALUE
+
+
+def as_computed(call: LinearRecurrenceCall, *, backward: bool) -> LinearRecurrenceCall:
+    """The call in float32 where values times factors are arrays that float16 does not hold: an infinity among later ones would make
+    the gradients of earlier tokens NaN."""
+    if call.query.dtype != "float16" or call.value_scale is None or (takes_scales(call) and not backward):
+        return call
+    specs = {field.name: getattr(call, field.name) for field in dataclasses.fields(call)}
+    wide = {
+        name: dataclasses.replace(spec, dtype="float32")
+        for name, spec in specs.items()
+        if isinstance(spec, ArraySpec) and spec.dtype == "float16"
+    }
+    return dataclasses.replace(call, **wide, precision=None)
 
 
 def product_precision(call: LinearRecurrenceCall) -> DotPrecision:

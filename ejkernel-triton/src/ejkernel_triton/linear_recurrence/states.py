@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.linear_recurrence.tiles import (
+    add_to_state,
     edge_decays,
     hi_plus_lo,
     load_scales,
@@ -16,6 +17,7 @@ from ejkernel_triton.linear_recurrence.tiles import (
     segment_of,
     split_hi_lo,
     state_of,
+    stored_values,
     totals_of,
 )
 
@@ -142,7 +144,7 @@ def segment_states_kernel(
             b_weight = edge_decays(b_hi, b_lo, hi, lo, R)[1]
             if R.value_scale_heads > 0:
                 b_weight *= b_scale
-            b_value = (b_value * (b_weight * R.update_scale)[:, None]).to(b_key.dtype)
+            b_value = stored_values(b_value * (b_weight * R.update_scale)[:, None], b_value, R)
             b_sum = hi_plus_lo(hi, lo, R)
             b_state *= tl.exp2(b_sum)
             b_total += b_sum
@@ -151,10 +153,10 @@ def segment_states_kernel(
             b_state *= tl.exp2(b_sum)[:, None]
             b_total += b_sum
         elif R.value_scale_heads > 0:
-            b_value = (b_value * b_scale[:, None]).to(b_key.dtype)
+            b_value = stored_values(b_value * b_scale[:, None], b_value, R)
         elif R.update_scale != 1.0:
             b_value = (b_value.to(tl.float32) * R.update_scale).to(b_key.dtype)
-        b_state = tl.dot(tl.trans(b_key), b_value, b_state, input_precision=R.precision)
+        b_state = add_to_state(b_state, tl.trans(b_key), b_value, R)
 
     i_state = i_batch * segments + i_segment
     p_out, m_out = state_of(p_state, i_state, i_head, i_column, R, BLOCK_K, BLOCK_V)

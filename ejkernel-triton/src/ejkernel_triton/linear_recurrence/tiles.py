@@ -181,6 +181,28 @@ def dot(b_left, b_right, R: tl.constexpr):
 
 
 @triton.jit
+def stored_values(b_weighted, b_value, R: tl.constexpr):
+    """Values times decays and factors, which states take, as an operand: of TF32 where float16 does not hold products with factors.
+    Rounded here, as tensor cores drop digits."""
+    if R.wide and R.value_scale_heads > 0:
+        b_bits = (b_weighted.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        b_weighted = tl.where(tl.abs(b_weighted) < float("inf"), b_bits.to(tl.float32, bitcast=True), b_weighted)
+    else:
+        b_weighted = b_weighted.to(b_value.dtype)
+    return b_weighted
+
+
+@triton.jit
+def add_to_state(b_state, b_left, b_right, R: tl.constexpr):
+    """A state and the dot of two tiles, of which one may be `stored_values`."""
+    if b_left.dtype != b_right.dtype:
+        b_state = tl.dot(b_left.to(tl.float32), b_right.to(tl.float32), b_state, input_precision="tf32")
+    else:
+        b_state = tl.dot(b_left, b_right, b_state, input_precision=R.precision)
+    return b_state
+
+
+@triton.jit
 def log2_decays(b_log):
     """Natural log decays as base-2 exponents."""
     return tl.where(b_log < MIN_LOG, MIN_LOG, b_log) * LOG2_E
