@@ -50,6 +50,7 @@ _DOCUMENTS = (0, 3, 900, 901, 4000, 8192)
 CASES = (
     Case("silu", arrays(3, 9, 5, 3), _SILU, tags=frozenset({"transforms"})),
     Case("state", arrays(state=True), _STATE, tags=frozenset({"transforms"})),
+    Case("sums", arrays(1, 100, 8), tags=frozenset({"sums"})),
     Case("plain", arrays(bias=False)),
     Case("width-2", arrays(width=2, state=True), _STATE),
     Case("wide", arrays(1, 5, 3, 9, state=True), _STATE),

@@ -102,13 +102,15 @@ def _poison(made: dict[str, Any], ids: Any, bounds: Any, poison: bool) -> None:
 
 
 _BENCH, _BOTH, _EXTREME = frozenset({"bench"}), frozenset({"transforms"}), frozenset({"extreme"})
-_BENCH_CPU = frozenset({"bench-cpu"})
+_BENCH_CPU, _SUMS = frozenset({"bench-cpu"}), frozenset({"sums"})
 _STATE = {"return_state": True}
 _IDS = (-1, 3, 3, 3, 3, -1, 3, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 2, -1, -1)
 
 CASES = (
     Case("plain", arrays(beta=False, decay="")),
-    Case("sums", arrays(1, 100, 2, 16, 16), tags=frozenset({"sums"})),
+    Case("sums", arrays(1, 100, 2, 16, 16), tags=_SUMS),
+    Case("sums-by-channel", arrays(1, 100, 2, 16, 16, decay="channel"), tags=_SUMS),
+    Case("sums-rank-one", arrays(1, 100, 2, 16, 16, beta=False, decay="channel", low_rank="ab"), tags=_SUMS),
     Case("gated", arrays(state=True), _STATE, tags=_BOTH),
     Case("rank-one", arrays(beta=False, decay="channel", low_rank="ab", state=True), _STATE),
     Case("write-alone", arrays(low_rank="a"), {"scale": 0.7}),

@@ -137,6 +137,7 @@ CASES = (
     Case("sums-gate", arrays(1, 100, 2, 16, 16, decays="g", rate=2.0), tags=_SUMS),
     Case("sums-gate-by-key", arrays(1, 100, 2, 16, 16, decays="gk", rate=2.0), tags=_SUMS),
     Case("sums-ssd", arrays(1, 100, 1, 16, 16, value_heads=3, decays="g gamma", rate=2.0, **_SCALED), tags=_SUMS),
+    Case("sums-bonus", arrays(1, 100, 8, 8, 8, decays="gk gamma", bonus=True, rate=2.0), tags=_SUMS),
     Case("square-state", arrays(1, 6, width=4, channels=4, decays="g", state=True), _STATE),
     Case("length-1", arrays(length=1, decays="g gk gv", bonus=True, state=True), _STATE),
     Case("length-0", arrays(length=0, decays="g", state=True), _STATE),
