@@ -106,8 +106,8 @@ def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, *rest: Any)
     a, b = (builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
 
     def product(left: np.ndarray, right: np.ndarray, total: Any) -> Any:
-        tiles = (interpreter.TensorHandle(x, tl.float32) for x in (left, right))
-        return _dot_before(builder, *tiles, total, input_precision, *rest)
+        one, other = (interpreter.TensorHandle(x, tl.float32) for x in (left, right))
+        return _dot_before(builder, one, other, total, input_precision, *rest)
 
     if a.data.dtype == np.float32 and input_precision == ir.INPUT_PRECISION.TF32:
         return product(_tf32(a.data), _tf32(b.data), d)
