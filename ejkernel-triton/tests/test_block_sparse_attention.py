@@ -21,6 +21,7 @@ from ejkernel.operations.block_sparse_attention.interface import (
     BlockSparseAttentionOutputs,
 )
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.block_sparse_attention import capability, config, problem
 from ejkernel_triton.flash_attention.config import BackwardConfig, ForwardConfig
@@ -47,16 +48,11 @@ def bind(arrays, dtype="float32", **options):
 def check(call, inputs, cotangents, forward=FORWARD, backward=BACKWARD, limit=1e-5):
     """Outputs and gradients against the reference in float64; returns ours."""
 
-    def wide(record):
-        floating = (x is not None and jnp.issubdtype(x.dtype, jnp.floating) for x in record)
-        pairs = zip(record, floating, strict=True)
-        return type(record)(*(x if x is None else np.asarray(x, np.float64 if f else None) for x, f in pairs))
-
     got = kernel.forward(call, inputs, forward)
     gradients = kernel.backward(call, inputs, got, cotangents, backward)
     with np.errstate(all="ignore"):
-        exact = reference.forward(call, wide(inputs))
-        wanted = reference.backward(call, wide(inputs), exact, wide(cotangents))
+        exact = reference.forward(call, widened(inputs))
+        wanted = reference.backward(call, widened(inputs), exact, widened(cotangents))
     np.testing.assert_allclose(np.asarray(got.out, np.float64), exact.out, atol=limit, rtol=limit)
     for name in OPERATION.differentiable:
         ours, right = getattr(gradients, name), getattr(wanted, name)

@@ -21,6 +21,7 @@ from ejkernel.operations.causal_conv1d.interface import (
     CausalConv1dOutputs,
 )
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.causal_conv1d import capability, config
 
@@ -33,27 +34,19 @@ needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lo
 SMALL = {case.name: case for case in CASES if not case.is_benchmark}
 
 
-def wide(record):
-    return type(record)(*(None if value is None else np.asarray(value, _wide_dtype(value)) for value in record))
-
-
-def _wide_dtype(value):
-    return np.float64 if jnp.issubdtype(value.dtype, jnp.floating) else value.dtype
-
-
 def check(arrays, options, choice, dtype="float32", limit=2e-6):
     arrays = {name: jnp.asarray(value, dtype if value.dtype == np.float32 else None) for name, value in arrays.items()}
     bound = OPERATION.canonicalise(**arrays, **options)
     call, inputs = bound.call, bound.inputs
     got = kernel.forward(call, inputs, choice)
-    exact = reference.forward(call, wide(inputs))
+    exact = reference.forward(call, widened(inputs))
     for (name, value), wanted in zip(named(got), [value for value in exact if value is not None], strict=True):
         np.testing.assert_allclose(np.asarray(value, np.float64), wanted, atol=limit, rtol=limit, err_msg=name)
     if capability.supports_backward(dataclasses.replace(call), Target("gpu", "NVIDIA H200", "9.0")):
         return
     grad = jnp.asarray(np.random.default_rng(1).standard_normal(inputs.x.shape), dtype)
     gradients = kernel.backward(call, inputs, got, CausalConv1dOutputs(grad), choice)
-    expected = reference.backward(call, wide(inputs), exact, CausalConv1dOutputs(np.asarray(grad, np.float64)))
+    expected = reference.backward(call, widened(inputs), exact, CausalConv1dOutputs(np.asarray(grad, np.float64)))
     for name, value in named(gradients):
         scale = limit * max(1, np.abs(getattr(expected, name)).max(initial=0))
         np.testing.assert_allclose(np.asarray(value, np.float64), getattr(expected, name), atol=scale, err_msg=name)
@@ -100,11 +93,11 @@ def test_each_member_of_the_batch_may_have_its_own_filters_and_sequences(interpr
         *(jnp.asarray(value, jnp.float32) for value in (x, weight, bias)), cu_seqlens=jnp.asarray(bounds)
     )
     call = CausalConv1dCall(**{name: ArraySpec.of(value) for name, value in named(inputs)}, activation="silu")
-    got, exact = kernel.forward(call, inputs, config.Config(4, 4, 1)), reference.forward(call, wide(inputs))
+    got, exact = kernel.forward(call, inputs, config.Config(4, 4, 1)), reference.forward(call, widened(inputs))
     np.testing.assert_allclose(got.out, exact.out, atol=2e-6)
     grad = rng.standard_normal(x.shape)
     gradients = kernel.backward(call, inputs, got, CausalConv1dOutputs(jnp.asarray(grad, jnp.float32)), config.Config(2, 8, 1))
-    expected = reference.backward(call, wide(inputs), exact, CausalConv1dOutputs(grad))
+    expected = reference.backward(call, widened(inputs), exact, CausalConv1dOutputs(grad))
     for name, value in named(gradients):
         np.testing.assert_allclose(value, getattr(expected, name), atol=1e-5, err_msg=name)
 

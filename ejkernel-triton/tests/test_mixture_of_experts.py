@@ -15,6 +15,7 @@ from ejkernel.call import ArraySpec
 from ejkernel.call.arrays import named
 from ejkernel.operations import get_operation, operation_module
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel.testing.shapes import bound_shapes
 from ejkernel_triton._versions import version_problem
 
@@ -30,21 +31,17 @@ needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lo
 OPERATIONS = ("moe_permute", "moe_route", "moe_unpermute")
 
 
-def wide(record):
-    return type(record)(
-        *(
-            None if value is None else np.asarray(value, np.float64 if jnp.issubdtype(value.dtype, jnp.floating) else None)
-            for value in record
-        )
-    )
-
-
 def check(operation, inputs, module, forward, backward, **options):
     """Both phases of canonical inputs against the float64 reference."""
     owner = get_operation(operation)
     call = owner.Call(**{name: ArraySpec.of(value) for name, value in named(inputs)}, **options)
+<<<<<<< HEAD
     reference = operation_module(operation, "reference")
     got, exact = module.forward(call, inputs, forward), reference.forward(call, wide(inputs))
+=======
+    reference = importlib.import_module(f"ejkernel.operations.{operation}.reference")
+    got, exact = module.forward(call, inputs, forward), reference.forward(call, widened(inputs))
+>>>>>>> testtime
     for (name, value), spec in zip(named(got), owner.output_specs(call), strict=True):
         np.testing.assert_allclose(np.asarray(value, np.float64), getattr(exact, name), atol=2e-6, rtol=2e-6, err_msg=name)
         assert ArraySpec.of(value) == spec
@@ -55,7 +52,7 @@ def check(operation, inputs, module, forward, backward, **options):
     ]
     cotangents = owner.Outputs(*drawn)
     found = module.backward(call, inputs, got, cotangents, backward)
-    expected = reference.backward(call, wide(inputs), exact, wide(cotangents))
+    expected = reference.backward(call, widened(inputs), exact, widened(cotangents))
     for name, value in named(found):
         np.testing.assert_allclose(value, getattr(expected, name), atol=1e-5, rtol=1e-5, err_msg=name)
     return got

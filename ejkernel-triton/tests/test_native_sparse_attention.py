@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from both_phases import cotangents_of
 
 import ejkernel
 from ejkernel.call import ArraySpec
@@ -17,9 +18,9 @@ from ejkernel.operations.native_sparse_attention.interface import (
     OPERATION,
     NativeSparseAttentionCall,
     NativeSparseAttentionInputs,
-    NativeSparseAttentionOutputs,
 )
 from ejkernel.plugin import Target
+from ejkernel.testing.checks import widened
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.native_sparse_attention import capability, config
 from ejkernel_triton.native_sparse_attention.config import BackwardConfig, ForwardConfig
@@ -40,12 +41,7 @@ def problem(arrays, dtype="float32", **options):
     """Call, inputs and random cotangents."""
     floats = {name: jnp.asarray(x, dtype if x.dtype == np.float32 else x.dtype) for name, x in arrays.items()}
     bound = OPERATION.canonicalise(**floats, **options)
-    return bound.call, bound.inputs, cotangents_of(bound.call)
-
-
-def cotangents_of(call):
-    rng, specs = np.random.default_rng(1), OPERATION.output_specs(call)
-    return NativeSparseAttentionOutputs(*(s and jnp.asarray(rng.standard_normal(s.shape), s.dtype) for s in specs))
+    return bound.call, bound.inputs, cotangents_of(OPERATION, bound.call)
 
 
 def both(call, inputs, cotangents, forward=FORWARD, backward=BACKWARD):
@@ -59,12 +55,8 @@ def check(call, inputs, cotangents, forward=FORWARD, backward=BACKWARD, limit=2e
     """Outputs and gradients against the reference in float64."""
     got, gradients = both(call, inputs, cotangents, forward, backward)
 
-    def wide(record):
-        return type(record)(*(x if x is None or x.dtype == np.int32 else np.asarray(x, np.float64) for x in record))
-
-    exact_inputs = NativeSparseAttentionInputs(*(None if x is None else np.asarray(x) for x in wide(inputs)))
-    exact = reference.forward(call, exact_inputs)
-    wanted = reference.backward(call, exact_inputs, exact, wide(cotangents))
+    exact = reference.forward(call, widened(inputs))
+    wanted = reference.backward(call, widened(inputs), exact, widened(cotangents))
     pairs = [(got.out, exact.out, inputs.query), (got.lse, exact.lse, None)]
     pairs += [(getattr(gradients, name), getattr(wanted, name), getattr(inputs, name)) for name in ("query", "key", "value")]
     for ours, right, like in pairs:

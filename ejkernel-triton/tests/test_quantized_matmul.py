@@ -8,6 +8,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from both_phases import check_phases
 
 from ejkernel.call import ArraySpec
 from ejkernel.operations.quantized_matmul import reference
@@ -20,7 +21,11 @@ from ejkernel.operations.quantized_matmul.interface import (
 )
 from ejkernel.plugin import Target
 from ejkernel.quantization.codes import NF4
+<<<<<<< HEAD
 from ejkernel.utils.tolerance import deviation
+=======
+from ejkernel.testing.checks import widened
+>>>>>>> testtime
 from ejkernel_triton._ahead_of_time import recorded, target_of
 from ejkernel_triton._interpret import INTERPRET
 from ejkernel_triton._versions import version_problem
@@ -60,31 +65,9 @@ def drawn(rows, inner, columns, mode, bits, group, *, transpose=False, dtype="fl
     return bound_of(arrays, {"mode": mode, "bits": bits, "group_size": group, "transpose": transpose}, dtype)
 
 
-def wide(values):
-    return type(values)(
-        *(
-            value if value is None or np.issubdtype(value.dtype, np.integer) else np.asarray(value).astype(np.float64)
-            for value in values
-        )
-    )
-
-
 def check(call, inputs, choice, limits=(2e-6, 1e-5)):
-    """Output and every gradient against the reference, in the norm."""
-    outputs = kernel.forward(call, inputs, choice)
-    exact = reference.forward(call, wide(inputs))
+    outputs, _ = check_phases(OPERATION, kernel, call, inputs, (choice, choice), limits)
     assert outputs.out.dtype == inputs.x.dtype
-    assert deviation(outputs.out, exact.out).norm < limits[0]
-    rng = np.random.default_rng(1)
-    cotangents = QuantizedMatmulOutputs(jnp.asarray(rng.standard_normal(exact.out.shape), inputs.x.dtype))
-    found = kernel.backward(call, inputs, outputs, cotangents, choice)
-    wanted = reference.backward(call, wide(inputs), exact, wide(cotangents))
-    for name, like in wanted._asdict().items():
-        value = getattr(found, name)
-        assert (value is None) == (like is None), name
-        if value is not None:
-            assert value.dtype == getattr(inputs, name).dtype, name
-            assert deviation(value, like, floor=1e-3).norm < limits[1], name
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
@@ -110,12 +93,12 @@ def test_weights_of_every_member(mapped, choice):
         for member in range(2)
     ]
     outputs = kernel.forward(call, inputs, choice)
-    exact = [reference.forward(call, wide(own)) for own in each]
+    exact = [reference.forward(call, widened(own)) for own in each]
     assert deviation(outputs.out, np.concatenate([own.out for own in exact])).norm < 2e-6
     grad = jnp.cos(jnp.arange(float(outputs.out.size))).reshape(outputs.out.shape)
     found = kernel.backward(call, inputs, outputs, QuantizedMatmulOutputs(grad), choice)
     wanted = [
-        reference.backward(call, wide(own), out, QuantizedMatmulOutputs(np.asarray(grad[member][None], np.float64)))
+        reference.backward(call, widened(own), out, QuantizedMatmulOutputs(np.asarray(grad[member][None], np.float64)))
         for member, (own, out) in enumerate(zip(each, exact, strict=True))
     ]
     for name in ("x", "scales", "zeros"):
@@ -143,9 +126,9 @@ def test_groups_of_every_member():
         found = kernel.backward(call, inputs, outputs, grad, choice)
         summed = 0
         for member in range(2):
-            own = QuantizedMatmulInputs(*(array[member % len(array)][None] for array in wide(inputs)))
+            own = QuantizedMatmulInputs(*(array[member % len(array)][None] for array in widened(inputs)))
             exact = reference.forward(one, own)
-            wanted = reference.backward(one, own, exact, QuantizedMatmulOutputs(wide(grad).out[member][None]))
+            wanted = reference.backward(one, own, exact, QuantizedMatmulOutputs(widened(grad).out[member][None]))
             assert deviation(outputs.out[member], exact.out[0]).norm < 2e-6
             assert deviation(found.x[member], wanted.x[0]).norm < 1e-5
             assert deviation(found.scales[member], wanted.scales[0]).norm < 1e-5
@@ -164,12 +147,12 @@ def test_every_format_in_groups(mode, bits, group, transpose, unpack):
     options = {"mode": mode, "bits": bits, "group_size": group, "transpose": transpose}
     call, inputs = bound_of(make(np.random.default_rng(0)), options, "bfloat16")
     outputs = kernel.forward(call, inputs, Config(16, 16, 16 if transpose else 8, 2, 1, 1, unpack))
-    exact = reference.forward(call, wide(inputs))
+    exact = reference.forward(call, widened(inputs))
     assert deviation(outputs.out, exact.out).norm < 8e-3
     assert (np.asarray(outputs.out[0, 42:], np.float32) == 0).all()
     grad = QuantizedMatmulOutputs(jnp.asarray(np.cos(np.arange(exact.out.size)).reshape(exact.out.shape), "bfloat16"))
     found = kernel.backward(call, inputs, outputs, grad, Config(16, 16, 8 if transpose else 16, 2, 1, 1, unpack))
-    assert deviation(found.x, reference.backward(call, wide(inputs), exact, wide(grad)).x).norm < 1.6e-2
+    assert deviation(found.x, reference.backward(call, widened(inputs), exact, widened(grad)).x).norm < 1.6e-2
 
 
 def test_matrices_of_empty_groups_are_not_read():
@@ -193,11 +176,11 @@ def test_every_format_in_16_bits(mode, bits, group, transpose, dtype, limits):
     choice = Config(16, 16, 16 if transpose else 8, 2, 1, 1)
     gradient = Config(16, 16, 8 if transpose else 16, 2, 1, 1)
     outputs = kernel.forward(call, inputs, choice)
-    exact = reference.forward(call, wide(inputs))
+    exact = reference.forward(call, widened(inputs))
     assert deviation(outputs.out, exact.out).norm < limits[0]
     grad = QuantizedMatmulOutputs(jnp.asarray(np.cos(np.arange(exact.out.size)).reshape(exact.out.shape), dtype))
     found = kernel.backward(call, inputs, outputs, grad, gradient)
-    assert deviation(found.x, reference.backward(call, wide(inputs), exact, wide(grad)).x).norm < limits[1]
+    assert deviation(found.x, reference.backward(call, widened(inputs), exact, widened(grad)).x).norm < limits[1]
 
 
 def test_hidden_numbers_do_not_reach_the_result():

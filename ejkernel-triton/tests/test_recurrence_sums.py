@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.operations.common.tolerance import GRADIENT, Tolerance, check_close
 from ejkernel.operations.linear_recurrence import reference
 from ejkernel.operations.linear_recurrence.cases import arrays
 from ejkernel.operations.linear_recurrence.interface import OPERATION, LinearRecurrenceOutputs
 from ejkernel.plugin import Target
 from ejkernel.testing.checks import widened
+from ejkernel.utils.tolerance import GRADIENT, Tolerance, check_close
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing

@@ -8,14 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from both_phases import check_phases
 
 import ejkernel
 from ejkernel.call import ArraySpec
 from ejkernel.operations.rwkv4 import reference
 from ejkernel.operations.rwkv4.cases import CASES, arrays
-from ejkernel.operations.rwkv4.interface import OPERATION, Rwkv4Outputs
+from ejkernel.operations.rwkv4.interface import OPERATION
 from ejkernel.plugin import Target
+<<<<<<< HEAD
 from ejkernel.utils.tolerance import deviation
+=======
+from ejkernel.testing.checks import widened
+>>>>>>> testtime
 from ejkernel_triton._ahead_of_time import recorded, target_of
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.rwkv4 import capability, config
@@ -36,28 +41,8 @@ def bound_of(maker, options=None, dtype="float32"):
     return bound.call, bound.inputs
 
 
-def wide(values):
-    return type(values)(*(None if value is None else np.asarray(value).astype(np.float64) for value in values))
-
-
 def check(call, inputs, choice, limits=(2e-6, 1e-5)):
-    """Outputs and every gradient against the reference, in the norm."""
-    outputs, rng = kernel.forward(call, inputs, choice), np.random.default_rng(1)
-    specs = OPERATION.output_specs(call)
-    made = (None if spec is None else jnp.asarray(rng.standard_normal(spec.shape), spec.dtype) for spec in specs)
-    cotangents = Rwkv4Outputs(*made)
-    exact = reference.forward(call, wide(inputs))
-    gradients = kernel.backward(call, inputs, outputs, cotangents, choice)
-    wanted = reference.backward(call, wide(inputs), exact, wide(cotangents))
-    for (name, value), like in zip(outputs._asdict().items(), exact, strict=True):
-        assert (value is None) == (like is None), name
-        assert value is None or deviation(value, like).norm < limits[0], name
-    for name, like in wanted._asdict().items():
-        value = getattr(gradients, name)
-        assert (value is None) == (like is None), name
-        if value is not None:
-            assert value.dtype == getattr(inputs, name).dtype, name
-            assert deviation(value, like, floor=1e-3).norm < limits[1], name
+    check_phases(OPERATION, kernel, call, inputs, (choice, choice), limits)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -96,7 +81,7 @@ def test_what_comes_later_is_not_seen(interpreted):
     """Values that are NaN from a token on leave the outputs before it as they are."""
     call, inputs = bound_of(NAMED["garbage-after"].arrays)
     out = kernel.forward(call, inputs, config.Config(8, 2, 8, 1)).out
-    assert deviation(out[:, :7], reference.forward(call, wide(inputs)).out[:, :7]).norm < 2e-6
+    assert deviation(out[:, :7], reference.forward(call, widened(inputs)).out[:, :7]).norm < 2e-6
 
 
 def test_configs_say_what_is_wrong():

@@ -8,15 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from both_phases import check_phases, cotangents_of
 
 import ejkernel
 from ejkernel.call import ArraySpec
 from ejkernel.call.case import Case
-from ejkernel.operations.selective_scan import reference
 from ejkernel.operations.selective_scan.cases import CASES, arrays
-from ejkernel.operations.selective_scan.interface import OPERATION, SelectiveScanOutputs
+from ejkernel.operations.selective_scan.interface import OPERATION
 from ejkernel.plugin import Target
-from ejkernel.utils.tolerance import deviation
 from ejkernel_triton._ahead_of_time import TOLERATED, recorded, target_of
 from ejkernel_triton._jax_triton import intercept_launches
 from ejkernel_triton._versions import version_problem
@@ -44,37 +43,13 @@ def bound_of(maker, dtype="float32"):
     return bound.call, bound.inputs
 
 
-def wide(values):
-    """In float64, apart from what says where sequences end."""
-    arrays = (None if value is None else np.asarray(value) for value in values)
-    return type(values)(*(x.astype(np.float64) if x is not None and x.dtype.kind not in "bi" else x for x in arrays))
-
-
-def cotangents_of(call):
-    rng = np.random.default_rng(1)
-    return SelectiveScanOutputs(
-        *(jnp.asarray(rng.standard_normal(spec.shape), spec.dtype) for spec in OPERATION.output_specs(call))
-    )
-
-
 def check(call, inputs, choice, limits=(2e-6, 1e-5), unused=None):
-    """Outputs and every gradient against the reference, in the norm; tokens that are `unused` hold NaN."""
-    cotangents = cotangents_of(call)
+    """Tokens that are `unused` hold NaN."""
+    cotangents = cotangents_of(OPERATION, call)
     if unused is not None:
         held = {name: getattr(inputs, name).at[:, unused].set(jnp.nan) for name in TOKENS}
         inputs, cotangents = inputs._replace(**held), cotangents._replace(out=cotangents.out.at[:, unused].set(jnp.nan))
-    outputs = kernel.forward(call, inputs, choice)
-    exact = reference.forward(call, wide(inputs))
-    gradients = kernel.backward(call, inputs, outputs, cotangents, choice)
-    wanted = reference.backward(call, wide(inputs), exact, wide(cotangents))
-    for value, like in zip(outputs, exact, strict=True):
-        assert deviation(value, like).norm < limits[0]
-    for name, like in wanted._asdict().items():
-        value = getattr(gradients, name)
-        assert (value is None) == (like is None), name
-        if value is not None:
-            assert value.dtype == getattr(inputs, name).dtype, name
-            assert deviation(value, like, floor=1e-3).norm < limits[1], name
+    check_phases(OPERATION, kernel, call, inputs, (choice, choice), limits, cotangents)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -163,7 +138,7 @@ def test_nan_of_a_document_reaches_no_other(interpreted, choice, marked):
     """Nor does its gradient, but for those of A and D, which documents share."""
     call, inputs = bound_of(arrays(1, 24, 4, 3, **marked))
     own = np.isin(np.arange(24), np.arange(11, 19))
-    cotangents = cotangents_of(call)
+    cotangents = cotangents_of(OPERATION, call)
 
     def run(inputs, cotangents):
         outputs = kernel.forward(call, inputs, choice)
@@ -209,7 +184,7 @@ def test_gradients_keep_no_states_of_their_own():
 
     call, inputs = bound_of(arrays(1, 8192, 1024, 16), "bfloat16")
     with intercept_launches(launch):
-        jax.eval_shape(run, inputs, jax.eval_shape(lambda: cotangents_of(call)))
+        jax.eval_shape(run, inputs, jax.eval_shape(lambda: cotangents_of(OPERATION, call)))
     gradients = 2 * call.x.nbytes  # of x and dt
     partial_sums = 2 * 8192 * 1024  # of the gradients of B and C, of 16 channels each
     of_segments = 3 * 32 * inputs.A.size * 4  # states after each, their gradients, and gradients of A

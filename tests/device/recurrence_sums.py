@@ -44,15 +44,15 @@ import numpy as np
 from recurrence_problems import FAMILIES, SHAPES, SMALL
 
 import ejkernel
+from ejkernel.call.case import Case
 from ejkernel.operations.causal_conv1d.cases import arrays as convolution
-from ejkernel.operations.common.case import Case
-from ejkernel.operations.common.tolerance import GRADIENT, Deviation, deviation
 from ejkernel.operations.delta_rule.cases import arrays as delta
 from ejkernel.operations.linear_recurrence.cases import arrays as linear
 from ejkernel.operations.rwkv4.cases import arrays as rwkv4
 from ejkernel.operations.selective_scan.cases import arrays as scan
 from ejkernel.plugin import Target
 from ejkernel.testing.problem import Problem, case_named, operations_of
+from ejkernel.utils.tolerance import GRADIENT, Deviation, deviation
 
 HEADS, WIDTH = 8, 16
 FACTORS: Mapping[str, Any] = {"value_scale": True, "skip": "head"}

@@ -11,7 +11,7 @@ import pytest
 from against_numpy import assert_close, check_by_tokens
 
 import ejkernel
-from ejkernel.operations.common.tolerance import deviation
+from ejkernel.utils.tolerance import deviation
 
 TOKENS = ("x", "B", "C", "dt", "trap", "angles")
 STATE = ("theta", "matrix", "last_key", "last_x")
