@@ -35,13 +35,8 @@ def check(operation, inputs, module, forward, backward, **options):
     """Both phases of canonical inputs against the float64 reference."""
     owner = get_operation(operation)
     call = owner.Call(**{name: ArraySpec.of(value) for name, value in named(inputs)}, **options)
-<<<<<<< HEAD
     reference = operation_module(operation, "reference")
-    got, exact = module.forward(call, inputs, forward), reference.forward(call, wide(inputs))
-=======
-    reference = importlib.import_module(f"ejkernel.operations.{operation}.reference")
     got, exact = module.forward(call, inputs, forward), reference.forward(call, widened(inputs))
->>>>>>> testtime
     for (name, value), spec in zip(named(got), owner.output_specs(call), strict=True):
         np.testing.assert_allclose(np.asarray(value, np.float64), getattr(exact, name), atol=2e-6, rtol=2e-6, err_msg=name)
         assert ArraySpec.of(value) == spec

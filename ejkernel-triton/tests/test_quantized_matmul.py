@@ -21,11 +21,8 @@ from ejkernel.operations.quantized_matmul.interface import (
 )
 from ejkernel.plugin import Target
 from ejkernel.quantization.codes import NF4
-<<<<<<< HEAD
-from ejkernel.utils.tolerance import deviation
-=======
 from ejkernel.testing.checks import widened
->>>>>>> testtime
+from ejkernel.utils.tolerance import deviation
 from ejkernel_triton._ahead_of_time import recorded, target_of
 from ejkernel_triton._interpret import INTERPRET
 from ejkernel_triton._versions import version_problem

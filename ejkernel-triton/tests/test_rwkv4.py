@@ -16,11 +16,8 @@ from ejkernel.operations.rwkv4 import reference
 from ejkernel.operations.rwkv4.cases import CASES, arrays
 from ejkernel.operations.rwkv4.interface import OPERATION
 from ejkernel.plugin import Target
-<<<<<<< HEAD
-from ejkernel.utils.tolerance import deviation
-=======
 from ejkernel.testing.checks import widened
->>>>>>> testtime
+from ejkernel.utils.tolerance import deviation
 from ejkernel_triton._ahead_of_time import recorded, target_of
 from ejkernel_triton._versions import version_problem
 from ejkernel_triton.rwkv4 import capability, config
