@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from ejkernel.testing import problem
-from ejkernel.testing.extent import EXTENTS, Extent, extent_of
+from ejkernel.testing.extent import EXTENTS, Extent, extent_of, sampled
 
 SUITE = """
 from ejkernel.testing.suite.contract import *
@@ -33,6 +35,23 @@ def test_quick_is_part_of_standard_and_standard_is_the_default(collected):
     assert default == standard == full
     assert {*quick} < {*standard} and 1 < len(quick) < len(standard) / 4
     assert {name.partition("[")[0] for name in quick} == {name.partition("[")[0] for name in standard}
+
+
+WAYS = """
+import pytest
+
+@pytest.mark.parametrize("transformed", range(64))
+def test_one_way(transformed): ...
+
+@pytest.mark.parametrize("devices", range(8))
+@pytest.mark.parametrize("transformed", range(64))
+def test_eight_ways(transformed, devices): ...
+"""
+
+
+def test_several_ways_of_one_transform_are_sampled_as_one(pytester):
+    kept = Counter(item.originalname for item in sampled(pytester.getitems(WAYS), 4))
+    assert 8 < kept["test_one_way"] < 32 and 8 < kept["test_eight_ways"] < 32
 
 
 def test_standard_has_every_case_in_every_dtype(collected):

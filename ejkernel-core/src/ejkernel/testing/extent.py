@@ -74,8 +74,10 @@ def warn_of_deprecated_options(config: pytest.Config) -> None:
 def sampled(items: list[pytest.Item], step: int) -> list[pytest.Item]:
     """Of each test the first set of parameters, and of the others one in `step`, always the same ones.
 
-    Of a test of problems it is the first of each operation, so that every operation is run. Tests marked `unsampled` keep all.
+    Of a test of problems it is the first of each operation, so that every operation is run. A test of transforms that tries each
+    problem in several ways, as over two and four devices, keeps as many as if it were one way. Tests marked `unsampled` keep all.
     """
+    ways = _ways(items)
     seen: set[tuple[str, str]] = set()
     kept: list[pytest.Item] = []
     for item in items:
@@ -84,11 +86,21 @@ def sampled(items: list[pytest.Item], step: int) -> list[pytest.Item]:
         if (
             function not in seen
             or item.get_closest_marker("unsampled") is not None
-            or zlib.crc32(item.nodeid.encode()) % step == 0
+            or (zlib.crc32(name := item.nodeid.encode()) % step == 0 and zlib.adler32(name) % ways.get(function[0], 1) == 0)
         ):
             kept.append(item)
         seen.add(function)
     return kept
+
+
+def _ways(items: list[pytest.Item]) -> dict[str, int]:
+    """In how many ways each test of transforms tries a problem."""
+    found: dict[str, set[str]] = {}
+    for item in items:
+        parameters = dict(getattr(getattr(item, "callspec", None), "params", {}))
+        if parameters.pop("transformed", None) is not None:
+            found.setdefault(item.nodeid.partition("[")[0], set()).add(str(parameters))
+    return {name: len(ways) for name, ways in found.items()}
 
 
 def keep(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:
