@@ -256,8 +256,8 @@ def matrix(session: nox.Session, pair: tuple[str, str]) -> None:
 FAST_COMPILATION = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 }
-"""A third of the time for compilation, which takes most of it. Tests across distributions and the code of pages are compiled as
-what users run is."""
+"""A third of the time for compilation, which takes most of it. Tests across distributions and of commands, and the code of pages,
+are compiled as what users run is."""
 
 
 def _tests(session: nox.Session, python: Path, extent: str) -> None:
@@ -267,7 +267,7 @@ def _tests(session: nox.Session, python: Path, extent: str) -> None:
     suites = [[f"{folder}/tests"] for folder in (*platforms, *COMMANDS)]
     failed = []
     for suite in (*suites, ["tests", *(f"--ignore=tests/{part}" for part in elsewhere)]):
-        fast = FAST_COMPILATION if suite[0] != "tests" else None
+        fast = FAST_COMPILATION if suite[0].startswith("ejkernel-") else None
         try:
             pytest(session, python, "-n", "2", f"--extent={extent}", *suite, env=fast)
         except nox.command.CommandFailed:

@@ -86,7 +86,7 @@ def sampled(items: list[pytest.Item], step: int) -> list[pytest.Item]:
         if (
             function not in seen
             or item.get_closest_marker("unsampled") is not None
-            or zlib.crc32(item.nodeid.encode()) % (step * ways.get(function[0], 1)) == 0
+            or (zlib.crc32(name := item.nodeid.encode()) % step == 0 and zlib.adler32(name) % ways.get(function[0], 1) == 0)
         ):
             kept.append(item)
         seen.add(function)
@@ -95,11 +95,11 @@ def sampled(items: list[pytest.Item], step: int) -> list[pytest.Item]:
 
 def _ways(items: list[pytest.Item]) -> dict[str, int]:
     """In how many ways each test of transforms tries a problem."""
-    found: dict[str, set[tuple[tuple[str, int], ...]]] = {}
+    found: dict[str, set[str]] = {}
     for item in items:
-        indices = dict(getattr(getattr(item, "callspec", None), "indices", {}))
-        if indices.pop("transformed", None) is not None:
-            found.setdefault(item.nodeid.partition("[")[0], set()).add(tuple(sorted(indices.items())))
+        parameters = dict(getattr(getattr(item, "callspec", None), "params", {}))
+        if parameters.pop("transformed", None) is not None:
+            found.setdefault(item.nodeid.partition("[")[0], set()).add(str(parameters))
     return {name: len(ways) for name, ways in found.items()}
 
 
