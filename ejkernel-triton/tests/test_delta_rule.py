@@ -213,10 +213,11 @@ def test_narrow_dtypes(interpreted, decay, dtype, limits):
 
 
 def test_equal_keys_written_in_full(interpreted):
-    """The triangular matrix is as far from 0 as keys of length 1 make it; a sum of its powers would lose all digits."""
+    """The triangular matrix is as far from 0 as keys of length 1 make it; a sum of its powers would lose all digits. Products of
+    three TF32 ones, as on a GPU, leave 1.4e-5."""
     call, inputs = bound_of(arrays(1, 64, 1, 16, 16, decay=""), {"use_qk_l2norm": True})
     inputs = inputs._replace(key=jnp.ones_like(inputs.key), beta=jnp.full_like(inputs.beta, 1.9))
-    check(call, inputs, (config.Config(64, 16, 4, 1), config.GradientConfig(64, 16, 4, 1, 16, 16, 4)), (1e-5, 1e-4))
+    check(call, inputs, (config.Config(64, 16, 4, 1), config.GradientConfig(64, 16, 4, 1, 16, 16, 4)), (3e-5, 1e-4))
 
 
 def test_nothing_written_has_a_gradient_of_beta(interpreted):
