@@ -391,7 +391,7 @@ def test_commands_whose_entry_points_are_damaged_are_reported(sealed, damage):
         "[console_scripts]\nacme = ejkernel.plugins:main\n",
         "[ejkernel.plugins.extra]\nacme = acme\n",
         "[ejkernel.commands]\nacme = acme\n",
-        "[ejkernel.operations]\nacme = acme\n",
+        "[ejkernel.others]\nacme = acme\n",
         "[acme.plugins]\nacme = acme\n",
         "[console_scripts\nacme = acme\n",
         b"[console_scripts]\n# caf\xe9\n",

@@ -212,6 +212,13 @@ def test_modules_that_are_broken(sealed, found, code, said):
     assert len(catalog.OPERATIONS) > 30
 
 
+@pytest.mark.parametrize("head", ["[ejkernel.operation]", "[ejkernel.Operations]", "[ejkernel.operations"])
+def test_a_misspelt_group_is_reported(sealed, found, head):
+    (sealed.add("ejk-acme", "", {}) / "entry_points.txt").write_text(f"{head}\nacme = acme\n")
+    records, (message,) = found()
+    assert records["ejk-acme"].state == "broken" and "expected '[ejkernel.operations]'" in message
+
+
 def test_an_allow_list_leaves_ours(sealed, found, monkeypatch):
     monkeypatch.setenv("EJKERNEL_PLUGINS", "")
     pack_of(sealed, "acme")
