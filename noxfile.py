@@ -201,17 +201,22 @@ def _with_extras(name: str) -> str:
 
 
 def pytest(
-    session: nox.Session, python: Path, *arguments: str, env: dict[str, str] | None = None, under: Sequence[str] = ()
+    session: nox.Session,
+    python: Path,
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    under: Sequence[str] = (),
+    ours: bool = True,
 ) -> None:
     """Run pytest with a fresh configuration: no setting of ejkernel leaks in from outside. `under`: a script that runs Python.
+    `ours`: whether the tests are under this repository's conftest.
 
-    A test that hangs fails after ten minutes. What XLA compiles is kept for all sessions and later runs; not of a third party's
-    tests, which know no option of ours.
+    A test that hangs fails after ten minutes. What XLA compiles is kept for all sessions and later runs.
     """
     clean = {name: None for name in os.environ if name.startswith("EJKERNEL_")}
     command = [str(python), *under, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8", "--durations-min=5"]
     command += [] if under else ["--timeout=600"]
-    command += [] if under or any("acme" in argument for argument in arguments) else [f"--compiled={compiled_programs()}"]
+    command += [f"--compiled={compiled_programs()}"] if ours and not under else []
     session.run(*command, *arguments, *session.posargs, env={"JAX_PLATFORMS": "cpu", **clean, **(env or {})}, external=True)
 
 
@@ -318,7 +323,7 @@ def example(session: nox.Session) -> None:
     pytest(session, python, "-n", "2", "--dist=loadfile", "examples/serve/tests", env=FAST_COMPILATION)
     session.run(*pip(python), "install", "--no-deps", "--no-build-isolation", "./examples/acme-ejkernel", external=True)
     try:
-        pytest(session, python, "-n", "2", "--ejkernel-platform=acme", "examples/acme-ejkernel/tests")
+        pytest(session, python, "-n", "2", "--ejkernel-platform=acme", "examples/acme-ejkernel/tests", ours=False)
     finally:
         session.run(*pip(python), "uninstall", "--yes", "acme-ejkernel", external=True)
 
