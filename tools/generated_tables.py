@@ -398,6 +398,18 @@ def lost_cases(documents: Sequence[tuple[str, Document]]) -> list[str]:
     return lines[1:]
 
 
+def wide_recurrences() -> str:
+    found = json.loads((RESULTS / "recurrences_float32_h200.json").read_text())["milliseconds"]
+    rows = ["| recurrence | dtype | ours | XLA | XLA / ours |", "|---|---|---|---|---|"]
+    for dtype, times in found.items():
+        for name, ours in ((name, time) for name, time in times.items() if name.endswith(" triton")):
+            family = name.removesuffix(" triton")
+            rows.append(
+                f"| {family} | {dtype} | {ours:.2f} | {times[f'{family} xla']:.2f} | {times[f'{family} xla'] / ours:.1f} |"
+            )
+    return "\n".join(rows)
+
+
 def _lost_row(record: str, made: str, case: Case, found: Standing) -> str:
     assert case.ours and found.ratio and found.interval
     low, high = found.interval
@@ -415,6 +427,7 @@ PAGES = {
     "docs/tutorials/train_a_model.md": {"several devices": scaling},
     "docs/evidence/benchmarks_cpu.md": {"speed": speed},
     "docs/evidence/benchmarks_h200.md": {"cases on a GPU": cases_on_gpu},
+    "docs/evidence/triton.md": {"wide recurrences": wide_recurrences},
     "docs/evidence/pallas_tpu.md": {"kernels compiled for TPU": compiled_for_tpu},
 }
 

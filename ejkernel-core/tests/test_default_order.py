@@ -154,10 +154,9 @@ def test_a_platform_that_is_named_or_alone_runs_all_the_same(explained):
         assert forward["pallas.mosaic_gpu"] == ["chosen", reason]
 
 
-def test_dtypes_that_were_not_timed(explained):
+def test_recurrences_in_float32(explained):
     ((forward, backward),) = explained(recurrence("float32"))
-    assert (chosen(forward), chosen(backward)) == ("triton", "xla")
-    assert backward["triton"] == ["available", "lower priority: gradients in float32 were not timed"]
+    assert (chosen(forward), chosen(backward)) == ("triton", "triton")
 
 
 def test_a_device_without_measurements_stays_with_the_portable_platform(explained):

@@ -96,7 +96,7 @@ class Family:
     Attributes:
         function: the public one.
         make: its arrays.
-        step: the textbook's update of one token, in float32.
+        step: the textbook's update of one token, in float32; None where steps are not swept.
         peer: the same with jax-linear-attention; None where it has none.
         options: of the public function.
         swapped: the peer's state has its last two axes the other way round.
@@ -105,7 +105,7 @@ class Family:
 
     function: str
     make: Callable[[Shape], Arrays]
-    step: Function
+    step: Function | None
     peer: Function | None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     swapped: bool = False
@@ -335,6 +335,17 @@ def _mamba1_peer(arrays: Arrays) -> Any:
     return _with_state(arrays, found)
 
 
+def _mamba3(shape: Shape) -> Arrays:
+    """Half as many channels as the state is wide, and a quarter of the state's pairs turn."""
+    draw = Draw(shape)
+    made = {"x": draw(*draw.tokens, shape.heads, shape.width // 2, dtype=jnp.bfloat16)}
+    made |= {name: draw(*draw.tokens, 1, shape.width, dtype=jnp.bfloat16) for name in ("B", "C")}
+    made |= {name: draw(*draw.tokens, shape.heads) for name in ("dt", "trap")}
+    made |= {"A": -jnp.exp(draw(shape.heads)), "D": draw(shape.heads), "dt_bias": draw(shape.heads) - 2}
+    made["angles"] = draw(*draw.tokens, 1, shape.width // 4)
+    return {**made, **{name: draw(shape.heads, shape.width) for name in ("B_bias", "C_bias")}, **draw.bounds(shape)}
+
+
 def _rwkv4(shape: Shape) -> Arrays:
     draw = Draw(shape)
     channels = shape.heads * shape.width
@@ -372,6 +383,7 @@ FAMILIES = {
     ),
     "mamba2": Family("state_space_v2", _mamba2, _mamba2_step, _mamba2_peer, swapped=True, more=(Shape(4, 4096, 80, 128),)),
     "mamba1": Family("state_space_v1", _mamba1, _mamba1_step, _mamba1_peer),
+    "mamba3": Family("mamba3", _mamba3, None, None, {"dt_softplus": True}),
     "rwkv6": Family("rwkv6", _rwkv6, _rwkv6_step, by_adapter("linear_recurrence", _RWKV6, scale=1.0), {"softmax_scale": 1.0}),
     "rwkv4": Family("rwkv4", _rwkv4, _rwkv4_step, None),
 }

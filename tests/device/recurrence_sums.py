@@ -8,8 +8,8 @@
 - sums: gradients of gates, steps, factors, and of what all tokens share (bonus, skip, bias, scales of norms), at `--lengths`, in
   `--dtype`, the worst of `--seeds` seeds, held to the suite's tolerances. Operations against the reference in float64; public
   functions, which prepare their arrays in plain JAX, against XLA in float64. Several heads, so that no sum is small by chance.
-- times: of forward with backward in one program, of the families of `recurrence_sweep.py`, B1 T8192 H32 D128. With `--before`, what
-  PYTHONPATH was for the tree before, also of that, in processes one after the other: now, before, now.
+- times: of `recurrence_times.py`, B1 T8192 H32 D128. With `--before`, what PYTHONPATH was for the tree before, also of that, in
+  processes one after the other: now, before, now.
 
 Prints tables, writes `recurrence_sums.json` under `--out` (or `$OUT`), exits with 1 if a number is wrong. `--only` a regular
 expression for names of sums and families; `--platform xla` for its sums; `--budget` seconds after which nothing new is started;
@@ -27,7 +27,6 @@ import json
 import os
 import pathlib
 import re
-import statistics
 import subprocess
 import sys
 import time
@@ -41,7 +40,6 @@ if "--small" in sys.argv or os.environ.get("JAX_PLATFORMS") == "cpu":
 import jax
 import jax.numpy as jnp
 import numpy as np
-from recurrence_problems import FAMILIES, SHAPES, SMALL
 
 import ejkernel
 from ejkernel.call.case import Case
@@ -202,32 +200,6 @@ def sums(options: argparse.Namespace, report: Report) -> None:
             report.add("sums", row | {"worst": {key: dataclasses.astuple(value) for key, value in worst.items()}}, not wrong)
 
 
-def timed(options: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of forward with backward, of 10 calls in a row until the last result is there, the median of 7."""
-    shape = SMALL[0] if options.small else SHAPES[0]
-    calls, repeats = (1, 1) if options.small else (10, 7)
-    result = {}
-    for name, family in FAMILIES.items():
-        if not re.search(options.only, name):
-            continue
-        arrays = family.make(shape)
-        moving = {key: x for key, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-
-        def both(moving: Arrays, arrays: Arrays = arrays, family: Any = family) -> Any:
-            return jax.grad(lambda moving: jnp.sum(family.ours({**arrays, **moving}).astype(jnp.float32)))(moving)
-
-        run = jax.jit(both)
-        jax.block_until_ready(run(moving))
-        taken = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            jax.block_until_ready([run(moving) for _ in range(calls)])
-            taken.append((time.perf_counter() - started) / calls * 1e3)
-        result[name] = statistics.median(taken)
-        print(f"  {name} {shape}: {result[name]:.3f} ms", file=sys.stderr, flush=True)
-    return result
-
-
 def times(options: argparse.Namespace, report: Report) -> None:
     paths = {"now": os.environ.get("PYTHONPATH", "")}
     if options.before:
@@ -237,7 +209,7 @@ def times(options: argparse.Namespace, report: Report) -> None:
         if report.late():
             break
         small = ["--small"] if options.small else []
-        command = [sys.executable, __file__, "--parts", "timed", "--only", options.only, *small]
+        command = [sys.executable, str(pathlib.Path(__file__).with_name("recurrence_times.py")), "--only", options.only, *small]
         done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             report.add("times", {"tree": label, "failed": done.returncode}, False)
@@ -320,9 +292,6 @@ def main() -> int:
     options = options_of(sys.argv[1:])
     on_gpu = jax.default_backend() == "gpu"
     with ejkernel.use(target=None if on_gpu else Target("gpu", "NVIDIA H200", "9.0")):
-        if options.parts == "timed":
-            print(json.dumps(timed(options)))
-            return 0
         report = Report(options)
         for part in list(parts_of(options)):
             part(options, report)

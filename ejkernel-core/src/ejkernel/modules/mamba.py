@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -120,9 +121,9 @@ def _trapezoidal(
 ) -> Bound:
     """Mamba-3 as a linear recurrence of `U_t = a_t (U_(t-1) + (c_(t-1) + b_t) K_(t-1) x_(t-1)^T)`, `S_t = U_t + c_t K_t x_t^T`.
 
-    A token brings along what it adds of its predecessor, so that nothing of it comes later. Products are of float32 for halves: the
-    gradient of an angle is a sum over all later tokens, of which only pairs of tokens around it do not cancel. Gradients of queries
-    and keys that are rounded to bfloat16 would leave 0.3 of it wrong after 1000 tokens.
+    A token brings along what it adds of its predecessor, so that nothing of it comes later. The gradient of an angle is a sum over
+    all later tokens, of which only pairs of tokens around it do not cancel. So operands have the digits of a half, which products
+    in TF32 keep, but are float32, as are their gradients: rounded ones would leave 0.3 of it wrong after 1000 tokens.
     """
     _check_arrays(x, A, B, C, D, dt, trap, angles, B_bias, C_bias)
     part = taking_part(None, cu_seqlens, x, "x")
@@ -143,18 +144,18 @@ def _trapezoidal(
         once = edge_tokens(before, None, cu_seqlens, first=True)[..., None] * last_key
         state = state + once[..., None] * last_x[:, :, None]
     turns = _running_turns(steps, angles.astype(wide), theta, cu_seqlens)
-    query, key = _turned(query, C_bias, turns), _turned(key, B_bias, turns)
+    query, key = _turned(query, C_bias, turns, x.dtype), _turned(key, B_bias, turns, x.dtype)
     last_share, last_value, last_turned = (_of_token_before(array, cu_seqlens) for array in (own, wide_x, key))
     bound = _LINEAR_RECURRENCE.canonicalise(
         query,
         last_turned,
-        (jnp.exp(logs) * (last_share + before))[..., None] * last_value,
+        _as_operand((jnp.exp(logs) * (last_share + before))[..., None] * last_value, x.dtype),
         logs,
         initial_state=state,
         cu_seqlens=cu_seqlens,
         scale=1.0,
         return_state=True,
-        precision=precision,
+        precision="default" if precision is None and str(x.dtype) in _DIGITS else precision,
     )
 
     def finish(outputs: Any) -> Any:
@@ -200,15 +201,56 @@ def _running_turns(steps: Any, angles: Any, theta: Any, cu_seqlens: Any) -> Any:
     return turns if theta is None else _fraction(turns + of_every_token(theta / _TURN, sequence, cu_seqlens))
 
 
-def _turned(array: Any, bias: Any, turns: Any) -> Any:
-    """B or C `[B,T,G,N]` with its bias `[H,N]`, the first pairs of neighbours turned by `[B,T,H,R]`: `[B,T,H,N]`, not rounded."""
+_DIGITS = {"bfloat16": 7, "float16": 10}
+"""Bits of the mantissa. Tensor cores multiply such numbers exactly, also in float32."""
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _as_operand(array: Any, dtype: Any) -> Any:
+    """Float32 numbers with as many digits as a half has and their own range; the gradient is not rounded."""
+    bits = _DIGITS.get(str(dtype))
+    return array if bits is None else jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=bits)
+
+
+@_as_operand.defjvp
+def _as_operand_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return _as_operand(*primals, dtype), tangents[0]
+
+
+def _turned(array: Any, bias: Any, turns: Any, dtype: Any) -> Any:
+    """B or C `[B,T,G,N]` with its bias `[H,N]`, the first pairs of neighbours turned by `[B,T,H,R]`, as an operand `[B,T,H,N]`."""
     wide = repeat_heads(array.astype(turns.dtype), turns.shape[2] // array.shape[2], 2)
     if bias is not None:
         wide = wide + bias.astype(wide.dtype)[None, None]
-    pairs = wide.reshape(*wide.shape[:3], wide.shape[3] // 2, 2)
-    angle = _TURN * jnp.pad(turns, ((0, 0), (0, 0), (0, 0), (0, pairs.shape[3] - turns.shape[3])))
-    cos, sin, even, odd = jnp.cos(angle), jnp.sin(angle), pairs[..., 0], pairs[..., 1]
-    return jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(wide.shape)
+    return _turned_operand(wide, jnp.pad(turns, ((0, 0), (0, 0), (0, 0), (0, wide.shape[3] // 2 - turns.shape[3]))), dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _turned_operand(array: Any, turns: Any, dtype: Any) -> Any:
+    """Pairs of channels `[...,N]` turned by `[...,N/2]`, rounded.
+
+    The gradient of a turn is taken of what comes out, rounded: what two tokens that turn together give would not cancel otherwise.
+    """
+    return _as_operand(_turn(array, turns), dtype)
+
+
+@_turned_operand.defjvp
+def _turned_operand_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (array, turns), (d_array, d_turns) = primals, tangents
+    out = _turned_operand(array, turns, dtype)
+    even, odd = _pairs(out)
+    aside = jnp.stack([-odd, even], axis=-1) * (_TURN * d_turns)[..., None]
+    return out, _turn(d_array, turns) + aside.reshape(out.shape)
+
+
+def _pairs(array: Any) -> tuple[Any, Any]:
+    pairs = array.reshape(*array.shape[:-1], array.shape[-1] // 2, 2)
+    return pairs[..., 0], pairs[..., 1]
+
+
+def _turn(array: Any, turns: Any) -> Any:
+    (even, odd), cos, sin = _pairs(array), jnp.cos(_TURN * turns), jnp.sin(_TURN * turns)
+    return jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(array.shape)
 
 
 def _check_arrays(x: Any, A: Any, B: Any, C: Any, D: Any, dt: Any, trap: Any, angles: Any, B_bias: Any, C_bias: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ejkernel.call.order import Rule
-from ejkernel.operations.common.order import TRITON, UNMEASURED, Priority
+from ejkernel.operations.common.order import TRITON, Priority
 from ejkernel.operations.delta_rule.interface import DeltaRuleCall
 from ejkernel.plugin import Phase
 from ejkernel.targets import Target
@@ -20,9 +20,10 @@ def _delta_rule_on_triton(call: DeltaRuleCall, phase: Phase, target: Target) -> 
     general form, B2 T4096 H32 D64          forward 0.645, XLA 7.80    backward 1.42, XLA 32.4
     general form, B2 T4096 H16 D128         forward 0.858, XLA 7.36    backward 2.12, XLA 31.5
     one token, B64 H32 D128                 0.096: the state is read and written once, at 0.93 of the rate of a copy
+
+    In float32 2.6 (decays per head), 5.0 (per channel) and 4.5 times as fast (RWKV-7) with gradients, in float16 2.0, 4.2 and 3.7
+    times (recurrences_float32_h200.json).
     """
-    if call.query.dtype != "bfloat16":
-        return Priority(UNMEASURED, f"{call.query.dtype} was not timed")
     return Priority(TRITON)
 
 
