@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ejkernel
+from ejkernel._dispatch import execution
 
 X = jax.random.normal(jax.random.key(0), (3, 8, 16, 64))
 SCALE = jax.random.normal(jax.random.key(1), (3, 64))
@@ -60,3 +61,19 @@ def test_gradients_of_an_input_that_is_not_on_the_mesh(run, x, other):
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     for got, expected in zip(found, gradients_wanted, strict=True):
         np.testing.assert_allclose(jax.device_get(got), jax.device_get(expected), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", AxisType, ids=str)
+def test_a_phase_is_decided_once(kind, monkeypatch):
+    if kind == AxisType.Manual:
+        pytest.skip("arrays cannot be placed on it")
+    phases = []
+    decide = execution.decide
+    monkeypatch.setattr(execution, "decide", lambda request, phase: phases.append(phase) or decide(request, phase))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    x = jax.device_put(X.reshape(8, 3, 16, 64), NamedSharding(mesh, PartitionSpec("data")))
+    jax.jit(lambda x: attended(x, None))(x)
+    assert phases == ["forward"]
+    out, pull = jax.vjp(lambda x: attended(x, None), x)
+    pull(out)
+    assert phases[1:] == ["forward", "backward"]

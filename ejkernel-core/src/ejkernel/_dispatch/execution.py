@@ -104,8 +104,10 @@ def _run_partitioned(request: Request, phase: Phase, arguments: tuple[Any, ...])
     explicit = bool(mesh.explicit_axes)
     if request.target.backend == "tpu" and not explicit and not request.native_only:
         request = dataclasses.replace(request, native_only=AUTO_ON_TPU)
-    if not explicit and _admitted(request, phase)[1].implementation.partitioning == "native":
-        return _run_local(request, phase, arguments)
+    if not explicit:
+        admitted = _admitted(request, phase)
+        if admitted[1].implementation.partitioning == "native":
+            return _run(request, phase, arguments, *admitted)
     results = _expected(request, phase, arguments)
     layout = Layout.of(request.operation, request.call, phase, arguments, results)
 
@@ -119,7 +121,10 @@ def _run_partitioned(request: Request, phase: Phase, arguments: tuple[Any, ...])
 
 
 def _run_local(request: Request, phase: Phase, arguments: tuple[Any, ...]) -> Any:
-    decision, chosen = _admitted(request, phase)
+    return _run(request, phase, arguments, *_admitted(request, phase))
+
+
+def _run(request: Request, phase: Phase, arguments: tuple[Any, ...], decision: Decision, chosen: Candidate) -> Any:
     log_decision(decision)
     expected = _expected(request, phase, arguments)
     suffix = "" if phase == "forward" else ".backward"

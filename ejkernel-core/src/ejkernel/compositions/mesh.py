@@ -23,7 +23,7 @@ class _Plan:
     function: Callable[..., Any]
     options: tuple[tuple[str, Any], ...]
     mesh: Any
-    specs: tuple[tuple[str, PartitionSpec], ...]
+    specs: tuple[tuple[str, tuple[PartitionSpec, ...], Any], ...]  # leaves and structure, as pytrees cannot be hashed
     out_specs: Any
 
     def local(self, arrays: Mapping[str, Any]) -> Any:
@@ -40,7 +40,8 @@ def over_mesh(
     in_specs: Any = None,
     out_specs: Any = None,
     dims: Any = None,
-    derived: Callable[[Mapping[str, Any], Mapping[str, PartitionSpec]], Mapping[str, PartitionSpec]] | None = None,
+    derived: Callable[[Mapping[str, Any], Mapping[str, PartitionSpec]], Mapping[str, Any]] | None = None,
+    following: Sequence[str] = (),
 ) -> Any:
     """`function(**arrays, **options)`, inside `jax.shard_map` when there is a mesh.
 
@@ -55,17 +56,24 @@ def over_mesh(
         dims: the axes of every positional array, as `"b t h d"`: b and h may be split, alike in all arrays; others may not.
             Without, any may.
         derived: from all arrays and the specs of `positional` ones, specs of others; those it leaves out are whole.
+        following: arrays that `derived` gives a spec if in_specs has none.
     """
     if not is_sharded(mesh, in_specs, out_specs) or capturing():
         return function(**arrays, **options)
-    specs = named_specs(arrays, positional, in_specs)
+    specs: dict[str, Any] = {**named_specs(arrays, positional, in_specs, following)}
     specs |= {} if derived is None else derived(arrays, specs)
     if dims is not None:
         _check_split(arrays, specs, mesh, dims)
     traced, options = split_traced(options)
     options = {name: hashable(value) for name, value in options.items()}
     out_specs = tuple(out_specs) if isinstance(out_specs, list) else out_specs
-    return _run(_Plan(function, tuple(options.items()), mesh, tuple(specs.items()), out_specs), {**arrays, **traced})
+    flat = {name: jax.tree.flatten(spec, is_leaf=_is_spec) for name, spec in specs.items()}
+    listed = tuple((name, tuple(leaves), structure) for name, (leaves, structure) in flat.items())
+    return _run(_Plan(function, tuple(options.items()), mesh, listed, out_specs), {**arrays, **traced})
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, PartitionSpec)
 
 
 def _check_split(arrays: Mapping[str, Any], specs: Mapping[str, PartitionSpec], mesh: Any, dims: Mapping[str, str]) -> None:
@@ -116,7 +124,7 @@ def restored(value: Any) -> Any:
 def _run(plan: _Plan, arrays: dict[str, Any]) -> Any:
     absent = {name: None for name, value in arrays.items() if value is None}
     arrays = {name: value for name, value in arrays.items() if value is not None}
-    specs = dict(plan.specs)
+    specs = {name: jax.tree.unflatten(structure, leaves) for name, leaves, structure in plan.specs}
     in_specs = {name: specs.get(name) or jax.tree.map(lambda _: PartitionSpec(), value) for name, value in arrays.items()}
     return shard(lambda arrays: plan.local({**absent, **arrays}), arrays, plan.mesh, in_specs, plan.out_specs)
 
@@ -126,7 +134,7 @@ def shard(function: Callable[[Any], Any], arrays: Any, mesh: Any, in_specs: Any,
 
     Mesh axes of one device split nothing: they are left out of in_specs, so that out_specs need not name them.
     """
-    in_specs = jax.tree.map(lambda spec: _without_single(spec, mesh), in_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    in_specs = jax.tree.map(lambda spec: _without_single(spec, mesh), in_specs, is_leaf=_is_spec)
     if AxisType.Explicit in mesh.axis_types:
         arrays = jax.tree.map(lambda leaf, spec: jax.sharding.reshard(leaf, NamedSharding(mesh, spec)), arrays, in_specs)
     return shard_map(function, (arrays,), mesh=mesh, in_specs=(in_specs,), out_specs=out_specs)
@@ -166,7 +174,7 @@ def is_sharded(mesh: Any, in_specs: Any, out_specs: Any) -> bool:
 
 def _check_axes(name: str, specs: Any, mesh: Any) -> None:
     """Refuse PartitionSpecs, in any pytree, that name an axis which the mesh lacks."""
-    for spec in jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)):
+    for spec in jax.tree.leaves(specs, is_leaf=_is_spec):
         for axis in jax.tree.leaves(tuple(spec)) if isinstance(spec, PartitionSpec) else ():
             if isinstance(axis, str) and axis not in mesh.axis_names:
                 raise invalid(name, f"axis {axis!r}", f"axes of the mesh, {', '.join(map(repr, mesh.axis_names))}")

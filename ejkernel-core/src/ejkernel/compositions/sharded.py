@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -33,24 +32,16 @@ class Invokable(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The static part of a sharded call; the key under which its program is cached."""
+class _Local:
+    """What every device runs; part of the key under which the program is cached."""
 
     operation: Invokable
     form: Callable[..., Any] | None
-    options: tuple[tuple[str, Any], ...]
-    traced: tuple[str, ...]
-    settings: tuple[tuple[str, Any], ...]
-    mesh: Any
-    specs: tuple[tuple[str, PartitionSpec], ...]
-    out_specs: Any
-    split: Split
+    options: tuple[str, ...]
 
-    def invoke(self, arrays: Mapping[str, Any]) -> Any:
-        settings = {name: _mesh.restored(value) for name, value in self.settings}
-        given = with_traced(arrays, dict(self.options))
-        options = {name: given.pop(name) for name in {**dict(self.options), **dict.fromkeys(self.traced)}}
-        return self.operation.invoke(given, options, form=self.form, **settings)
+    def __call__(self, *, platform: Any, cfg: Any, **given: Any) -> Any:
+        options = {name: given.pop(name) for name in self.options}
+        return self.operation.invoke(given, options, form=self.form, platform=platform, cfg=cfg)
 
 
 def invoke(
@@ -64,7 +55,8 @@ def invoke(
     out_specs: Any = None,
     form: Callable[..., Any] | None = None,
     sequence_axes: Axes = (),
-    **settings: Any,
+    platform: Any = None,
+    cfg: Any = None,
 ) -> Any:
     """`operation.invoke`, inside `jax.shard_map` when there is a mesh.
 
@@ -75,37 +67,30 @@ def invoke(
         in_specs: one PartitionSpec or None for each positional array. A bias or sinks without one are split as the query is.
         out_specs: a PartitionSpec, or a tuple of them for several results.
         sequence_axes: the mesh axes over which the lengths of queries and keys are split; without them they must be whole.
-        **settings: `platform` and `cfg`.
+        platform, cfg: as in `Operation.invoke`.
     """
-    if not _mesh.is_sharded(mesh, in_specs, out_specs):
-        return operation.invoke(arrays, options, form=form, **settings)
-    if capturing():
-        return operation.invoke(arrays, options, form=form, **settings)
-    specs = _mesh.named_specs(arrays, positional, in_specs, following=_FOLLOWING)
-    split = Split.of(arrays, specs, mesh)
-    _check_lengths(split, sequence_axes)
+    if not _mesh.is_sharded(mesh, in_specs, out_specs) or capturing():
+        return operation.invoke(arrays, options, form=form, platform=platform, cfg=cfg)
+
+    def derived(arrays: Mapping[str, Any], specs: Mapping[str, PartitionSpec]) -> dict[str, Any]:
+        split = Split.of(arrays, specs, mesh)
+        _check_lengths(split, sequence_axes)
+        operation.check_values(arrays)
+        return _others(arrays, specs, split)
+
     traced, static = split_traced(options)
-    plan = Plan(
-        operation=operation,
-        form=form,
-        options=static_options(static),
-        traced=tuple(traced),
-        settings=tuple((name, _mesh.hashable(value)) for name, value in settings.items()),
+    options = with_traced(traced, dict(static_options(static)))
+    return _mesh.over_mesh(
+        _Local(operation, form, tuple(options)),
+        _with_streams(arrays, static),
+        {**options, "platform": platform, "cfg": cfg},
+        positional=positional,
         mesh=mesh,
-        specs=tuple(specs.items()),
-        out_specs=tuple(out_specs) if isinstance(out_specs, list) else out_specs,
-        split=split,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        derived=derived,
+        following=_FOLLOWING,
     )
-    operation.check_values(arrays)
-    return _run(plan, {**arrays, **traced})
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _run(plan: Plan, arrays: dict[str, Any]) -> Any:
-    arrays = _with_streams(plan, arrays)
-    arrays = {name: value for name, value in arrays.items() if value is not None}
-    in_specs = {name: _specs_of(plan, name, value) for name, value in arrays.items()}
-    return _mesh.shard(plan.invoke, arrays, plan.mesh, in_specs, plan.out_specs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,20 +160,22 @@ def _following(name: str, shape: tuple[int, ...], split: Split) -> PartitionSpec
     return PartitionSpec(*(axes.get(dim) or None if size != 1 else None for dim, size in zip(dims, shape, strict=True)))
 
 
-def _with_streams(plan: Plan, arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _with_streams(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """The dropout streams of the whole problem in place of its seed, so that splitting it drops the same entries."""
     changed = {name: value for name, value in arrays.items() if name != "dropout_seed"}
-    query, options = arrays["query"], dict(plan.options)
     rate, same = as_dropout_rate(options.get("dropout_prob", 0.0)), bool(options.get("broadcast_dropout"))
+    query = arrays["query"]
     batch = query.shape[0] if len(query.shape) == 4 else 1
-    streams = streams_of_seed(rate, arrays.get("dropout_seed"), batch, query.shape[-2], same=same)
-    return {**changed, "dropout_streams": streams}
+    return {**changed, "dropout_streams": streams_of_seed(rate, arrays.get("dropout_seed"), batch, query.shape[-2], same=same)}
 
 
-def _specs_of(plan: Plan, name: str, value: Any) -> Any:
-    given = dict(plan.specs)
-    if name in given:
-        return given[name]
-    if name == "mask_info":
-        return mask_info_specs(value, plan.split)
-    return _following(name, value.shape, plan.split) if name in _DIMS else jax.tree.map(lambda _: PartitionSpec(), value)
+def _others(arrays: Mapping[str, Any], given: Mapping[str, PartitionSpec], split: Split) -> dict[str, Any]:
+    """Specs of the arrays that none was given for and that are split as query and key are."""
+    specs: dict[str, Any] = {}
+    for name, value in arrays.items():
+        if value is not None and name not in given:
+            if name == "mask_info":
+                specs[name] = mask_info_specs(value, split)
+            elif name in _DIMS:
+                specs[name] = _following(name, value.shape, split)
+    return specs

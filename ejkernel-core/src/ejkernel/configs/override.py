@@ -11,77 +11,62 @@ from typing import Any
 
 from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.registry import kernel_registry
-from ejkernel.call.request import Request
-from ejkernel.configs.heuristic import from_heuristic
 from ejkernel.configs.overlay import Selector
 from ejkernel.configs.portable import BaseOperationConfig
+from ejkernel.configs.question import Question
 from ejkernel.configs.spaces import build, complete, config_space, fits, knobs, signature
 from ejkernel.errors import invalid, suggestion, wrong_type
-from ejkernel.plugin import ConfigSpace, Phase
-
-OtherPhase = Callable[[], Candidate | None]
-"""What runs the other phase of the call, if anything can; its configs are not looked at."""
+from ejkernel.plugin import Phase
 
 
-def from_override(request: Request, phase: Phase, chosen: Candidate, space: ConfigSpace | None, other_phase: OtherPhase) -> Any:
+def from_override(question: Question) -> Any:
     """The config that `cfg=` asks for in this phase; None if it is absent or meant for the other phase.
 
     Raises:
         ValueError: it fits neither phase's implementation, or a value is illegal.
         TypeError: it is the config of something else.
     """
-    if request.config is None:
-        return None
-    if isinstance(request.config, BaseOperationConfig):
-        return _from_portable("cfg", request.config, request, phase, chosen, space)
-    if space is not None and fits(request.config, space):
-        return complete("cfg", request.config, space, lambda: from_heuristic(request, chosen, space))
-    other = other_phase()
-    if other is not None and fits(request.config, config_space(other)):
-        return None
-    raise _misfit("cfg", request.config, [chosen] if other is None else [chosen, other])
+    setting = question.request.config
+    return None if setting is None else _asked_for("cfg", setting, question, lambda: _opposite(question, None))
 
 
-def from_overlay(
-    request: Request,
-    phase: Phase,
-    chosen: Candidate,
-    space: ConfigSpace | None,
-    selector: Selector,
-    setting: Any,
-    other_phase: OtherPhase,
-) -> Any:
+def from_overlay(question: Question, selector: Selector, setting: Any) -> Any:
     """The config that one line of an overlay asks for in this phase; None if it speaks of something else.
 
     Raises:
         ValueError: it speaks of this implementation and does not fit, or a value is illegal.
         TypeError: likewise, and it is the config of something else.
     """
-    if not selector.covers(chosen.id, request.operation.name, phase):
+    if not selector.covers(question.chosen.id, question.request.operation.name, question.phase):
         return None
-    argument = f"overlay[{str(selector)!r}]"
+    return _asked_for(f"overlay[{str(selector)!r}]", setting, question, lambda: _opposite(question, selector))
+
+
+def _asked_for(argument: str, setting: Any, question: Question, others: Callable[[], list[Candidate]]) -> Any:
+    """What a setting says of this phase's knobs, the rest from the heuristic; None if it is meant for the other phase."""
+    space = question.space
     if isinstance(setting, BaseOperationConfig):
-        return _from_portable(argument, setting, request, phase, chosen, space)
+        setting.check(argument, question.request.operation.name, question.request.target.backend)
+        said = {} if space is None else setting.knobs(question.phase, knobs(space.config))
+        return build(argument, space.config, said, question.heuristic) if space is not None and said else None
     if space is not None and fits(setting, space):
-        return complete(argument, setting, space, lambda: from_heuristic(request, chosen, space))
-    others: list[Candidate] = []
-    if selector.phase is None and selector.implementation is not None:
-        opposite: Phase = "backward" if phase == "forward" else "forward"
-        others = [c for c in kernel_registry.candidates(request.operation.name, opposite) if c.id == chosen.id]
-    elif selector.phase is None and (other := other_phase()) is not None:
-        others = [other]
-    if any(fits(setting, config_space(other)) for other in others):
+        return complete(argument, setting, space, lambda: question.heuristic)
+    of_other_phase = others()
+    if any(fits(setting, config_space(other)) for other in of_other_phase):
         return None
-    raise _misfit(argument, setting, [chosen, *others])
+    raise _misfit(argument, setting, [question.chosen, *of_other_phase])
 
 
-def _from_portable(
-    argument: str, setting: BaseOperationConfig, request: Request, phase: Phase, chosen: Candidate, space: ConfigSpace | None
-) -> Any:
-    """The heuristic's config with what a portable one says of its knobs; None if it says nothing of them in this phase."""
-    setting.check(argument, request.operation.name, request.target.backend)
-    said = {} if space is None else setting.knobs(phase, knobs(space.config))
-    return build(argument, space.config, said, from_heuristic(request, chosen, space)) if space is not None and said else None
+def _opposite(question: Question, selector: Selector | None) -> list[Candidate]:
+    """The implementations of the other phase that a setting may be meant for: a line for one implementation waits for it."""
+    if selector is not None and selector.phase is not None:
+        return []
+    if selector is not None and selector.implementation is not None:
+        phase: Phase = "backward" if question.phase == "forward" else "forward"
+        known = kernel_registry.candidates(question.request.operation.name, phase)
+        return [one for one in known if one.id == question.chosen.id]
+    other = question.other_phase()
+    return [] if other is None else [other]
 
 
 def _misfit(argument: str, setting: Any, chosen: list[Candidate]) -> ValueError | TypeError:

@@ -15,7 +15,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -183,17 +183,6 @@ class QuarantineFilter:
             self.met.append(f"{config}: {reason}")
         return reason is None
 
-    def nearest(self, config: Any, others: Sequence[Any]) -> Any:
-        """The config that differs least from one that is quarantined.
-
-        Raises:
-            QuarantinedError: there is none.
-        """
-        for other in sorted((other for other in others if other != config), key=lambda other: _distance(config, other)):
-            if self.admits(other):
-                return other
-        raise self.nothing_left()
-
     def nothing_left(self) -> QuarantinedError:
         """What is raised where every config was refused."""
         few = "; ".join(self.met[:3]) + (f"; and {len(self.met) - 3} more" if len(self.met) > 3 else "")
@@ -283,7 +272,7 @@ def _is_met(value: Any, wanted: Any) -> bool:
     return value == wanted or (isinstance(wanted, tuple) and value in wanted)
 
 
-def _distance(config: Any, other: Any) -> float:
+def distance(config: Any, other: Any) -> float:
     """Octaves between numbers, and one for every other knob that differs."""
     pairs = [(getattr(config, name), getattr(other, name)) for name in knobs(type(config))]
     return sum(abs(math.log2(a / b)) if type(a) is type(b) is int and a > 0 and b > 0 else float(a != b) for a, b in pairs)

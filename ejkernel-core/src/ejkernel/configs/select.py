@@ -1,8 +1,8 @@
 """Which config an implementation runs with, and which tier said so.
 
-Tiers: override, overlay, memory, persistent (user cache, then shipped tables), heuristic, error. Tuning runs only when asked,
-never from here; its answers come back through the tiers before the heuristic. From memory on, no tier answers with a config that
-is quarantined: the next best of the tier takes its place, or the next tier.
+Tiers: override, overlay, memory, persistent (user cache, then shipped tables), heuristic, error. Each is a generator of what it
+would choose, best first, and the first config that may be used is taken. Tuning runs only when asked, never from here; its answers
+come back through the tiers before the heuristic. From memory on, no config is taken that is quarantined.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from typing import Any
 
 from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.registry import kernel_registry
-from ejkernel.call.arrays import with_known_sizes
 from ejkernel.call.policy import Policy
 from ejkernel.call.request import Request
 from ejkernel.configs import memory as _memory, tables as _tables
 from ejkernel.configs.entry import Entry
-from ejkernel.configs.heuristic import from_heuristic, legal_configs
 from ejkernel.configs.key import Key
 from ejkernel.configs.overlay import Selector
-from ejkernel.configs.override import OtherPhase, from_overlay, from_override
-from ejkernel.configs.quarantine import QuarantineFilter
+from ejkernel.configs.override import from_overlay, from_override
+from ejkernel.configs.quarantine import QuarantineFilter, distance
+from ejkernel.configs.question import OtherPhase, Question
 from ejkernel.configs.result import AutotuningResult, KeyedConfigs
-from ejkernel.configs.spaces import config_space, describe, from_plain
+from ejkernel.configs.spaces import describe, from_plain
 from ejkernel.configs.store import USER_CACHE
 from ejkernel.errors import NoConfigError
-from ejkernel.plugin import ConfigSpace, Phase
+from ejkernel.plugin import Phase
 from ejkernel.utils.warn_once import warn_once
 
 
@@ -52,7 +51,7 @@ def preferred_platform(request: Request, phase: Phase, candidates: Iterable[Cand
         candidates: those that may run the call, as tables choose among them and admit nothing; None takes all that are known.
     """
     known = kernel_registry.candidates(request.operation.name, phase) if candidates is None else candidates
-    keys = {c.id: _key(request, phase, c) for c in known}
+    keys = {c.id: Question(request, phase, c).key for c in known}
     results = [value.lookup for _, value in request.policy.overlay if isinstance(value, AutotuningResult)]
     stored = [_tables.choice if tier == "shipped table" else lookup for lookup, tier in stored_tiers(request.policy)]
     for lookup in (*results, *stored):
@@ -72,99 +71,66 @@ def select(request: Request, phase: Phase, chosen: Candidate, other_phase: Other
         NoConfigError: no tier has a config.
         QuarantinedError: every config is quarantined.
     """
-    space = config_space(chosen)
-    config = from_override(request, phase, chosen, space, other_phase)
-    if config is not None:
-        return Selected(config, "override")
-    key = _key(request, phase, chosen)
-    found = _from_overlays(request, phase, chosen, space, key, other_phase)
-    if found is not None:
+    question = Question(request, phase, chosen, other_phase)
+    for found in _written(question):
         return found
-    quarantine = QuarantineFilter(request, phase, chosen, key)
-    if space is None:
+    quarantine = QuarantineFilter(request, phase, chosen, question.key)
+    if question.space is None:
         if not quarantine.admits(None):
             raise quarantine.nothing_left()
         return None
-    found = _from_stores(request, chosen, space, key, quarantine) if key is not None else None
-    found = found or _from_heuristic(request, chosen, space, quarantine)
-    return dataclasses.replace(found, quarantined=tuple(dict.fromkeys(quarantine.met)))
+    for tier in (_stored, _near, _of_heuristic):
+        for found in tier(question):
+            if quarantine.admits(found.config):
+                return dataclasses.replace(found, quarantined=tuple(dict.fromkeys(quarantine.met)))
+    raise quarantine.nothing_left()
 
 
-def _from_heuristic(request: Request, chosen: Candidate, space: ConfigSpace, quarantine: QuarantineFilter) -> Selected:
-    if "heuristic" in request.policy.closed_tiers:
-        raise no_config_without_heuristic(describe(chosen))
-    config = from_heuristic(request, chosen, space)
-    if not quarantine.admits(config):
-        config = quarantine.nearest(config, legal_configs(request, chosen, space))
-    return Selected(config, "heuristic")
-
-
-def _from_overlays(
-    request: Request, phase: Phase, chosen: Candidate, space: ConfigSpace | None, key: Key | None, other_phase: OtherPhase
-) -> Selected | None:
-    for name, value in request.policy.overlay:
+def _written(question: Question) -> Iterator[Selected]:
+    """What the user wrote for this call or the calls around it."""
+    config = from_override(question)
+    if config is not None:
+        yield Selected(config, "override")
+    for name, value in question.request.policy.overlay:
         if isinstance(value, KeyedConfigs):
-            entry = value.lookup(key) if key is not None else None
-            config, tier = _config_of(entry, chosen, space), "overlay"
+            config, tier = _config_of(question, _entry(question, value.lookup)), "overlay"
             if isinstance(value, AutotuningResult):
-                legal = config is None or space is None or _is_legal(request, chosen, space, config)
-                config, tier = (config if legal else None), "overlay (autotuning result)"
+                config, tier = (config if _is_legal(question, config) else None), "overlay (autotuning result)"
         else:
-            config = from_overlay(request, phase, chosen, space, Selector.parse(name), value, other_phase)
-            tier = "overlay"
+            config, tier = from_overlay(question, Selector.parse(name), value), "overlay"
         if config is not None:
-            return Selected(config, tier)
-    return None
+            yield Selected(config, tier)
 
 
-def _from_stores(
-    request: Request, chosen: Candidate, space: ConfigSpace, key: Key, quarantine: QuarantineFilter
-) -> Selected | None:
-    for lookup, tier in stored_tiers(request.policy):
-        config = next(_configs_of(lookup(key), request, chosen, space, quarantine), None)
-        if config is not None:
-            return Selected(config, tier)
-
-    for entry in [] if "persistent" in request.policy.closed_tiers else _tables.nearest(key):
-        config = next(_configs_of(entry, request, chosen, space, quarantine, near=True), None)
-        if config is not None:
-            return Selected(config, f"shipped table (nearest bucket: {entry.key.arrays()})")
-    return None
+def _stored(question: Question) -> Iterator[Selected]:
+    """What was tuned for exactly this call. If the winner is quarantined, the others that were timed follow, the fastest first."""
+    for lookup, tier in stored_tiers(question.request.policy):
+        entry = _entry(question, lookup)
+        config = _config_of(question, entry)
+        if entry is not None and _is_legal(question, config):
+            yield Selected(config, tier)
+            yield from (Selected(config, tier) for config in _also_timed(question, entry))
 
 
-def _configs_of(
-    entry: Entry | None,
-    request: Request,
-    chosen: Candidate,
-    space: ConfigSpace,
-    quarantine: QuarantineFilter,
-    *,
-    near: bool = False,
-) -> Iterator[Any]:
-    """The entry's config; if that is quarantined, the others that it has timings of, the fastest first. Only what is legal for the
-    call; of an entry that is `near`, which is of another call, an illegal config is no cause for a warning."""
-    config = _config_of(entry, chosen, space)
-    if entry is None or config is None:
+def _near(question: Question) -> Iterator[Selected]:
+    """What plugins ship for calls of nearly these sizes, whose configs need not be legal here."""
+    if "persistent" in question.request.policy.closed_tiers or question.key is None:
         return
-    legal = _is_legal(request, chosen, space, config, says_so=not near)
-    if quarantine.admits(config):
-        if legal:
-            yield config
-        return
-    for timing in sorted(entry.timings, key=lambda timing: timing.median):
-        if not timing.failure and timing.config != entry.config:
-            other = _config_of(dataclasses.replace(entry, config=timing.config), chosen, space)
-            if other is not None and _is_legal(request, chosen, space, other, says_so=False) and quarantine.admits(other):
-                yield other
+    for entry in _tables.nearest(question.key):
+        config, tier = _config_of(question, entry), f"shipped table (nearest bucket: {entry.key.arrays()})"
+        if config is not None and question.allows(config):
+            yield Selected(config, tier)
+            yield from (Selected(config, tier) for config in _also_timed(question, entry))
 
 
-def _is_legal(request: Request, chosen: Candidate, space: ConfigSpace, config: Any, *, says_so: bool = True) -> bool:
-    """Whether the implementation itself would choose or try a config for the call: whoever can write JSON can write any other."""
-    if config in legal_configs(request, chosen, space) or config == from_heuristic(request, chosen, space):
-        return True
-    if says_so:
-        warn_once(describe(chosen), f"stored config ignored: {config} is not in the search space of its call")
-    return False
+def _of_heuristic(question: Question) -> Iterator[Selected]:
+    """The implementation's rule of thumb, and if that is quarantined, what differs least from it."""
+    if "heuristic" in question.request.policy.closed_tiers:
+        raise no_config_without_heuristic(describe(question.chosen))
+    config = question.heuristic
+    yield Selected(config, "heuristic")
+    others = (other for other in question.legal if other != config)
+    yield from (Selected(other, "heuristic") for other in sorted(others, key=lambda other: distance(config, other)))
 
 
 def stored_tiers(policy: Policy) -> list[tuple[Callable[[Key], Entry | None], str]]:
@@ -181,23 +147,33 @@ def no_config_without_heuristic(name: str) -> NoConfigError:
     )
 
 
-def _config_of(entry: Entry | None, chosen: Candidate, space: ConfigSpace | None) -> Any:
+def _entry(question: Question, lookup: Callable[[Key], Entry | None]) -> Entry | None:
+    return None if question.key is None else lookup(question.key)
+
+
+def _config_of(question: Question, entry: Entry | None) -> Any:
     """The entry's config as the implementation's dataclass; a config that this no longer takes is a miss, with one warning."""
-    if entry is None or entry.config is None or space is None:
+    if entry is None or entry.config is None or question.space is None:
         return None
     try:
-        return from_plain(space.config, entry.config)
+        return from_plain(question.space.config, entry.config)
     except (ValueError, TypeError) as error:
-        warn_once(describe(chosen), f"stored config ignored: {error}")
+        warn_once(describe(question.chosen), f"stored config ignored: {error}")
         return None
 
 
-def _key(request: Request, phase: Phase, candidate: Candidate) -> Key | None:
-    """None for calls that nothing can be recorded of: with symbolic dimensions, or with fields that JSON does not know."""
-    if with_known_sizes(request.call) is not request.call:
-        return None
-    try:
-        return Key.of(request, phase, candidate)
-    except TypeError as error:
-        warn_once(type(request.call).__name__, f"calls of it cannot be looked up in the tuning cache: {error}")
-        return None
+def _also_timed(question: Question, entry: Entry) -> Iterator[Any]:
+    """The other configs that an entry has timings of, as far as they are legal."""
+    for timing in sorted(entry.timings, key=lambda timing: timing.median):
+        if not timing.failure and timing.config != entry.config:
+            config = _config_of(question, dataclasses.replace(entry, config=timing.config))
+            if config is not None and question.allows(config):
+                yield config
+
+
+def _is_legal(question: Question, config: Any) -> bool:
+    """Whether a stored config may be used; one that may not is told once."""
+    if config is None or question.allows(config):
+        return config is not None
+    warn_once(describe(question.chosen), f"stored config ignored: {config} is not in the search space of its call")
+    return False

@@ -21,11 +21,11 @@ import jax
 from ejkernel._dispatch.recording import RecordedCall
 from ejkernel._plugins.records import Candidate
 from ejkernel.configs.entry import Check, Entry, Timing
-from ejkernel.configs.heuristic import from_heuristic, legal_configs
 from ejkernel.configs.key import Key
 from ejkernel.configs.quarantine import Quarantined, QuarantineFilter, add, lift
+from ejkernel.configs.question import Question
 from ejkernel.configs.result import AutotuningResult
-from ejkernel.configs.spaces import config_space, to_plain
+from ejkernel.configs.spaces import to_plain
 from ejkernel.errors import EjkernelWarning, in_one_line, invalid, warn
 from ejkernel.tuning.problems import TuningProblem
 from ejkernel.tuning.progress import Progress
@@ -184,11 +184,8 @@ def _device_for(call: RecordedCall) -> Any:
 def _trials(problem: TuningProblem, retry: bool) -> list[_Trial]:
     trials: list[_Trial] = []
     for candidate in problem.candidates():
-        space = config_space(candidate)
-        configs: dict[Any, None] = {None: None}
-        if space is not None:
-            heuristic = from_heuristic(problem.request, candidate, space)
-            configs = dict.fromkeys((heuristic, *legal_configs(problem.request, candidate, space)))
+        question = Question(problem.request, problem.phase, candidate)
+        configs = dict.fromkeys([None] if question.space is None else (question.heuristic, *question.legal))
         quarantine = QuarantineFilter(problem.request, problem.phase, candidate, _key(problem, candidate))
         for config in configs:
             reason = quarantine.reason(config, found_here=not retry)
