@@ -114,9 +114,12 @@ def __dir__() -> list[str]:
 
 def _discover() -> None:
     from ejkernel._plugins.discovery import discover
+    from ejkernel._plugins.early_imports import import_early
     from ejkernel._plugins.registry import kernel_registry
 
-    kernel_registry.load(discover())
+    records = discover()
+    kernel_registry.load(records)
+    import_early(records)
 
 
 if not getattr(sys.modules.get("ejkernel_launcher"), "running", False):  # that program discovers plugins when a command runs

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from ejkernel._dispatch.decisions import decide
 from ejkernel._dispatch.log import log_decision
-from ejkernel._dispatch.lowered import run_lowered
 from ejkernel._dispatch.recording import note
 from ejkernel._plugins.containment import EndedError, contained, imported, raised
 from ejkernel._plugins.records import Candidate
@@ -164,6 +163,8 @@ def _traced(
 
     if listed or chosen.implementation.lowered_from is None:
         return trace(*arguments)
+    from ejkernel._dispatch.lowered import run_lowered  # imports Pallas, see `_plugins/early_imports.py`
+
     return run_lowered(request, chosen, decision.phase, decision.config, arguments, trace, expected)
 
 

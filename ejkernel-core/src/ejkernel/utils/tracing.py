@@ -7,7 +7,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import find_top_trace
 
 from ejkernel.errors import invalid, wrong_type
 
@@ -16,6 +15,8 @@ STATIC_REMEDY = "mark it static in jax.jit, or choose between values with jax.la
 
 def is_tracing() -> bool:
     """Whether JAX traces in this thread, be it eagerly: under `grad`, `jvp` or `vmap` alone new arrays are no tracers."""
+    from jax.extend.core import find_top_trace  # imports Pallas, see `_plugins/early_imports.py`
+
     return type(find_top_trace(())).__name__ != "EvalTrace"
 
 
