@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from ejkernel_train import data
+from ejkernel_train import data, report
 from ejkernel_train.config import MODELS, TrainConfig
 from ejkernel_train.operations import choose
 from ejkernel_train.sharding import Layout
@@ -46,3 +46,20 @@ def test_a_mesh_changes_no_gradient(model: str, kernels: str, mesh: str):
         scale = float(np.abs(right).max())
         np.testing.assert_allclose(each, right, rtol=0, atol=TOLERANCE[model] * scale, err_msg=jax.tree_util.keystr(path))
         assert scale > 0
+
+
+@pytest.mark.parametrize("mesh", ["", "data=2,fsdp=2"])
+@pytest.mark.parametrize("model", ["llama", "mamba2", "hybrid"])  # a mixture's balance is of its part of the batch
+def test_gradients_of_parts_are_those_of_the_batch(model: str, mesh: str):
+    config = dataclasses.replace(TINY, model=model, mesh=mesh, batch=8)
+    window = data.batch(data.load(), 0, 0, config.batch, config.length)
+    found = []
+    for parts in (1, 2):
+        build = report.Build(dataclasses.replace(config, accumulate=parts))
+        state, measured = build.step(build.state, window)
+        found.append((measured.loss, measured.norm, state.moments[1][0].mu))
+    (loss, norm, moments), (other_loss, other_norm, other) = found
+    assert other_loss == pytest.approx(loss, abs=2e-6)
+    assert other_norm == pytest.approx(norm, rel=1e-4)
+    for one, right in zip(jax.tree.leaves(other), jax.tree.leaves(moments), strict=True):
+        np.testing.assert_allclose(one, right, rtol=0, atol=2 * TOLERANCE[model] * float(np.abs(right).max()))

@@ -212,6 +212,7 @@ def test_settings_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 BAD = [
     ("--steps 0", "--steps is 0"),
     ("--steps -3", "--steps is -3"),
+    ("--batch 4 --accumulate 3", "--batch is 4; make it a multiple of --accumulate, 3"),
     ("--batch 0", "--batch is 0"),
     ("--length 0", "--length is 0"),
     ("--length 9999999", "--length is 9999999, and a window needs a token more"),

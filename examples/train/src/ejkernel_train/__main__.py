@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=int)
     add("--batch", type=int, help="sequences of a step")
     add("--length", type=int, help="tokens of a sequence")
+    add("--accumulate", type=int, metavar="PARTS", help="cut a step's sequences into parts, and sum their gradients")
     add("--seed", type=int)
     add("--learning-rate", type=float)
     add("--warmup", type=int)

@@ -17,7 +17,20 @@ from ejkernel_train.operations import choose
 from ejkernel_train.step import check_mesh
 
 _SAID = (
-    *("model", "size", "float8", "seed", "batch", "length", "dtype", "kernels", "learning_rate", "warmup", "steps"),
+    *(
+        "model",
+        "size",
+        "float8",
+        "seed",
+        "batch",
+        "length",
+        "accumulate",
+        "dtype",
+        "kernels",
+        "learning_rate",
+        "warmup",
+        "steps",
+    ),
     *("weight_decay", "clip", "on_nonfinite"),
 )
 """Fields of `TrainConfig` that a run's losses depend on."""

@@ -64,6 +64,7 @@ class TrainConfig:
         kernels: "ejkernel", "plain" for the same model in plain JAX, or "peers" for it by the best kernels of others.
         plain: operations that stay in plain JAX with kernels="ejkernel".
         batch, length: sequences of a step, and tokens of each.
+        accumulate: into how many parts the batch is cut, whose gradients are summed one after the other before the update.
         dtype: of products and activations; parameters and moments are float32.
         float8: large linear layers multiply in float8 with delayed scales.
         remat: what the backward computes again: nothing ("none"), all but products of weights ("dots"), whole blocks ("full").
@@ -79,6 +80,7 @@ class TrainConfig:
     steps: int = 20
     batch: int = 4
     length: int = 128
+    accumulate: int = 1
     seed: int = 0
     learning_rate: float = 3e-3
     warmup: int = 10
@@ -98,12 +100,14 @@ class TrainConfig:
         for name, words in {"model": MODELS, "size": DEFAULTS, **WORDS}.items():
             if getattr(self, name) not in words:
                 raise ValueError(f"{_option(name)} is {getattr(self, name)!r}; give one of {', '.join(words)}")
-        for name, least in {"steps": 1, "batch": 1, "length": 1, "warmup": 0, "seed": 0}.items():
+        for name, least in {"steps": 1, "batch": 1, "length": 1, "accumulate": 1, "warmup": 0, "seed": 0}.items():
             if not least <= (value := getattr(self, name)) < 2**31:
                 raise ValueError(f"{_option(name)} is {value}; give a number in [{least}, 2**31)")
         for name in ("learning_rate", "clip"):
             if not 0 < (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{_option(name)} is {value}; give a finite number above 0")
+        if self.batch % self.accumulate:
+            raise ValueError(f"--batch is {self.batch}; make it a multiple of --accumulate, {self.accumulate}")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"{_option('weight_decay')} is {self.weight_decay}; give a finite number of at least 0")
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -70,13 +71,12 @@ def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[St
     operations, layout = choose(config.kernels, config.plain), Layout.parse(config.mesh)
     layout = dataclasses.replace(layout, typed=config.kernels != "peers")
 
-    def loss(model: Model) -> jax.Array:
+    def loss(model: Model, window: jax.Array) -> jax.Array:
         unroll = config.layers == "unroll"
         return model.loss(window, operations, config.dtype, layout, remat=config.remat, unroll=unroll)
 
-    value, gradients = jax.value_and_grad(loss)(state.model)
+    value, gradients, largest = accumulated(loss, state.model, window, config.accumulate)
     weights, scales = split(state.model)
-    gradients, largest = split(gradients)
     updates, moments = optimizer(config).update(gradients, state.moments, weights)
     model = eqx.combine(eqx.apply_updates(weights, updates), jax.tree.map(next_scales, scales, largest))
     squares = (jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradients))  # clipping has them too, so XLA shares them
@@ -86,6 +86,28 @@ def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[St
         after, before = (model, moments), (state.model, state.moments)
         model, moments = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
     return State(model, moments, state.step + 1), measures
+
+
+def accumulated(loss: Callable[..., jax.Array], model: Model, window: jax.Array, parts: int) -> tuple[jax.Array, Any, Any]:
+    """The mean loss of all parts of the batch `[B, T + 1]`, its gradient for the weights, and for the scales of float8 the largest
+    of all parts. Sequence i is in part `i % parts`, so that each device keeps its own."""
+
+    def of_part(part: jax.Array) -> tuple[jax.Array, Any, Any]:
+        value, gradients = jax.value_and_grad(loss)(model, part)
+        return value, *split(gradients)
+
+    if parts == 1:
+        return of_part(window)
+
+    def add(total: Any, part: jax.Array) -> tuple[Any, None]:
+        value, gradients, largest = of_part(part)
+        both = jax.tree.map(jnp.add, total[:2], (value, gradients))
+        return (*both, jax.tree.map(jnp.maximum, total[2], largest)), None
+
+    cut = jnp.moveaxis(window.reshape(-1, parts, window.shape[1]), 1, 0)
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(of_part, cut[0]))
+    (value, gradients, largest), _ = jax.lax.scan(add, zeros, cut)
+    return value / parts, jax.tree.map(lambda leaf: leaf / parts, gradients), largest
 
 
 class Compiled(NamedTuple):
@@ -124,9 +146,10 @@ def check_mesh(config: TrainConfig) -> None:
         raise ValueError(
             f"--mesh has expert={layout.expert_devices}; make it a divisor of the model's {config.sizes.experts} experts"
         )
-    if config.batch % (parts := math.prod(devices[axis] for axis in BATCH)):
+    if config.batch // config.accumulate % (parts := math.prod(devices[axis] for axis in BATCH)):
+        cut = f", in {config.accumulate} parts" if config.accumulate > 1 else ""
         raise ValueError(
-            f"--batch is {config.batch}; make it a multiple of the {parts} devices of {', '.join(BATCH)} in --mesh"
+            f"--batch is {config.batch}{cut}; make it a multiple of the {parts} devices of {', '.join(BATCH)} in --mesh"
         )
     model = jax.eval_shape(lambda: initialise(config)).model
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
