@@ -11,6 +11,7 @@ for distribution in ejkernel-core ejkernel-xla ejkernel-triton ejkernel-pallas e
 done
 "$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp -d .whl \
   --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-  jax-linear-attention==0.1.0 jax_triton==0.3.1 absl-py importlib-metadata lazy-importer zipp platformdirs filelock pytest-xdist execnet
+  jax-linear-attention==0.1.0 jax_triton==0.3.1 absl-py importlib-metadata lazy-importer zipp platformdirs filelock pytest-xdist execnet \
+  equinox optax wadler-lindig beartype hypothesis sortedcontainers
 git rev-parse HEAD > .whl/commit
 du -sh .whl
