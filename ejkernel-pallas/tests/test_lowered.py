@@ -12,8 +12,8 @@ import pytest
 import ejkernel
 from ejkernel._dispatch import lowered
 from ejkernel.plugin import Target
-from ejkernel_pallas.mosaic_gpu import _call
-from ejkernel_pallas.mosaic_gpu._call import lowered_from
+from ejkernel_pallas.mosaic_gpu import _device
+from ejkernel_pallas.mosaic_gpu._device import lowered_from
 
 HOPPER = Target("gpu", "", "9.0")
 
@@ -37,8 +37,8 @@ def text_of(queries: int) -> str:
 
 
 def test_the_second_process_does_not_trace(tmp_path, monkeypatch):
-    if _call.version_problem():
-        pytest.skip(f"{_call.version_problem()}")
+    if _device.version_problem():
+        pytest.skip(f"{_device.version_problem()}")
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
     first = text_of(256)
     # the forward phase with residuals and the backward; JAX also traces the forward phase without, which nothing runs
@@ -58,11 +58,11 @@ def test_the_cuda_part_of_jax_and_its_switches_make_the_key(monkeypatch):
     before = lowered_from()
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
     switched = lowered_from()
-    monkeypatch.setattr(_call, "_cuda_versions", lambda: [("jax_cuda13_plugin", "0.0")])
+    monkeypatch.setattr(_device, "_cuda_versions", lambda: [("jax_cuda13_plugin", "0.0")])
     assert len({before, switched, lowered_from(), None}) == 4
 
 
 def test_nothing_is_kept_in_the_interpreter(monkeypatch):
     assert lowered_from() is not None
-    monkeypatch.setattr(_call, "gpu_interpreter_is_on", lambda: True)
+    monkeypatch.setattr(_device, "gpu_interpreter_is_on", lambda: True)
     assert lowered_from() is None

@@ -134,7 +134,7 @@ def bias(*shape: int, dtype: Any = jnp.bfloat16, holes: float = 0.0, hidden: int
 
 def kernel_needs() -> str | None:
     """What a machine without jax's CUDA plugin is told."""
-    from ejkernel_pallas.mosaic_gpu._call import version_problem
+    from ejkernel_pallas.mosaic_gpu._device import version_problem
 
     return version_problem()
 

@@ -24,7 +24,7 @@ from ejkernel.operations.grouped_matmul.phases import bounds_of_call
 from ejkernel.plugin import Target
 from ejkernel.testing.checks import matrix_of_rows, random_group_sizes, relative_error, widened
 from ejkernel_pallas._jax_interpreter import gpu_races
-from ejkernel_pallas.mosaic_gpu import _call
+from ejkernel_pallas.mosaic_gpu import _device
 from ejkernel_pallas.mosaic_gpu.grouped_matmul import capability, config, kernel, schedule
 
 plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
@@ -38,7 +38,7 @@ PAIRED = config.Tile(128, 64, 2, l2_swizzle=1, cluster=2, programs=1)
 FLAT = config.Tile(64, 128, 3, l2_swizzle=2)
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 """The interpreter multiplies with NumPy, which warns of the NaN in rows of no group."""
-needs_cuda_part = pytest.mark.skipif(_call.version_problem() is not None, reason=str(_call.version_problem()))
+needs_cuda_part = pytest.mark.skipif(_device.version_problem() is not None, reason=str(_device.version_problem()))
 
 
 def interpreted(**params):
@@ -391,7 +391,7 @@ def test_every_config_fits():
         assert config.backward_heuristic(call, H200) == backward[0]
         assert len(forward) > 8
         for tile in (*forward, *(t for both in backward for t in (both.tile_of_lhs, both.tile_of_rhs))):
-            assert tile.shared_memory <= _call.SHARED_MEMORY, tile
+            assert tile.shared_memory <= _device.SHARED_MEMORY, tile
 
 
 def test_small_groups_get_low_tiles_and_narrow_results_narrow_ones():

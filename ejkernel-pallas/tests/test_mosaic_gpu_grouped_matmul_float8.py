@@ -25,7 +25,7 @@ import ejkernel
 from ejkernel.call import ArraySpec
 from ejkernel.operations.grouped_matmul.interface import OPERATION
 from ejkernel_pallas._jax_interpreter import gpu_races
-from ejkernel_pallas.mosaic_gpu import _call
+from ejkernel_pallas.mosaic_gpu import _device
 from ejkernel_pallas.mosaic_gpu.grouped_matmul import capability, config, kernel
 
 __all__ = ("pytestmark",)
@@ -108,5 +108,5 @@ def test_float8_leaves_registers_for_a_second_set_of_sums(shape):
     tiles = config.forward_space(call, H200)
     assert config.forward_heuristic(call, H200) == tiles[0] and len(tiles) > 8
     tiles += [both.tile_of_lhs for both in config.backward_space(call, H200)]
-    assert all(tile.sums <= config.MAX_PROMOTED_SUMS and tile.shared_memory <= _call.SHARED_MEMORY for tile in tiles)
+    assert all(tile.sums <= config.MAX_PROMOTED_SUMS and tile.shared_memory <= _device.SHARED_MEMORY for tile in tiles)
     assert (tiles[0].block_m, tiles[0].block_n) == {8192: (128, 192), 131072: (128, 192)}.get(rows, (64, 128))

@@ -20,7 +20,7 @@ from ejkernel.testing.problem import case_named
 from ejkernel.testing.shapes import bound_shapes
 from ejkernel.testing.tables import unused
 from ejkernel_pallas import _plugin
-from ejkernel_pallas.mosaic_gpu import _call
+from ejkernel_pallas.mosaic_gpu import _device
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 CASES = {"flash_attention": "gqa-causal-tail", "grouped_matmul": "skewed"}
@@ -61,7 +61,7 @@ def shipped(tmp_path, monkeypatch):
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("operation", CASES)
 def test_a_table_answers_calls(operation, phase, shipped, monkeypatch):
-    monkeypatch.setattr(_call, "version_problem", lambda: None)  # nothing is lowered here
+    monkeypatch.setattr(_device, "version_problem", lambda: None)  # nothing is lowered here
     entry, config = entry_of(operation, phase)
     before = decide(request_of(operation), phase)
     assert (before.chosen.id, before.tier) == ("pallas.mosaic_gpu", "heuristic")

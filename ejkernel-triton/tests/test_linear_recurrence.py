@@ -32,10 +32,12 @@ from ejkernel_triton.linear_recurrence import capability, config
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import _jax_triton, testing
-from ejkernel_triton.linear_recurrence import forms, kernel
+from ejkernel_triton.linear_recurrence import decays, forms, kernel, launches, tile_sizes
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 needs_jax_triton = pytest.mark.skipif(version_problem() is not None, reason=f"lowering for CUDA: {version_problem()}")
+LAUNCHING = (decays, launches)
+"""The modules that call kernels."""
 NAMED = {case.name: case for case in CASES}
 SCALED = {"value_scale": True, "skip": "head"}
 SEVERAL_SEGMENTS = config.Config(16, 16, 16, 4, 1)
@@ -45,7 +47,8 @@ DOCUMENTS = (0, 3, 3, 67, 68, 85)
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
+    for module in LAUNCHING:
+        monkeypatch.setattr(module, "call_kernel", testing.interpreted_call)
 
 
 @pytest.fixture
@@ -57,7 +60,8 @@ def launched(monkeypatch):
         found.append((function.fn.__name__, constants.get("MEMBERS")))
         return testing.interpreted_call(function, *arguments, **constants)
 
-    monkeypatch.setattr(kernel, "call_kernel", recorded_call)
+    for module in LAUNCHING:
+        monkeypatch.setattr(module, "call_kernel", recorded_call)
     return found
 
 
@@ -149,11 +153,11 @@ def test_programs_that_sum_heads(launched, monkeypatch, decays, heads, bounds, r
     maker = arrays(1, 40, 2, 20, 18, decays=decays, state=True, bounds=bounds, rate=0.1, **heads)
     call, inputs = bound_of(maker, {"reverse": reverse, "return_state": True})
     group = call.heads[1] // call.heads[0]
-    monkeypatch.setattr(kernel, "_PROGRAMS", 1)
+    monkeypatch.setattr(tile_sizes, "_ENOUGH_PROGRAMS", 1)
     check(call, inputs, SEVERAL_SEGMENTS)
     assert ("fused_chunk_kernel", group) in launched
     launched.clear()
-    monkeypatch.setattr(kernel, "_PROGRAMS", 10**6)
+    monkeypatch.setattr(tile_sizes, "_ENOUGH_PROGRAMS", 10**6)
     check(call, inputs, SEVERAL_SEGMENTS)
     assert {members for _, members in launched} == {None, 1}
 
@@ -180,7 +184,7 @@ def test_stored_states(launched, monkeypatch, decays, options, reverse, members)
     choice = dataclasses.replace(SEVERAL_SEGMENTS, store_states=True)
     found = []
     for programs, most in ((1, members), (10**6, 1)):
-        monkeypatch.setattr(kernel, "_PROGRAMS", programs)
+        monkeypatch.setattr(tile_sizes, "_ENOUGH_PROGRAMS", programs)
         launched.clear()
         found.append(check(call, inputs, choice, (8e-3, 1.6e-2))[1])
         assert ("query_gradients_kernel", most) in launched and ("key_gradients_kernel", most) in launched
@@ -189,7 +193,7 @@ def test_stored_states(launched, monkeypatch, decays, options, reverse, members)
             np.testing.assert_array_equal(getattr(found[0], name), getattr(found[1], name))
     of_segments = "segment_states_kernel", None
     assert launched.count(of_segments) == 1, "forward alone"
-    monkeypatch.setattr(kernel, "_LEAST_CHUNKS", 2)
+    monkeypatch.setattr(tile_sizes, "_LEAST_CHUNKS", 2)
     check(call, inputs, choice, (8e-3, 1.6e-2))
     assert launched.count(of_segments) == 4, "few heads: states of segments come first"
 
@@ -198,7 +202,7 @@ def test_stored_states(launched, monkeypatch, decays, options, reverse, members)
 @pytest.mark.parametrize("final", [False, True])
 def test_a_sequence_without_tokens_passes_gradients_of_its_state(interpreted, monkeypatch, final, least):
     """With stored states, of segments or of whole sequences: its last state is its first one."""
-    monkeypatch.setattr(kernel, "_LEAST_CHUNKS", least)
+    monkeypatch.setattr(tile_sizes, "_LEAST_CHUNKS", least)
     maker = arrays(1, 90, 1, 20, 20, value_heads=2, decays="g", state=True, bounds=DOCUMENTS, rate=0.1)
     call, inputs = bound_of(maker, {"return_state": final}, "bfloat16")
     choice = dataclasses.replace(SEVERAL_SEGMENTS, store_states=True)
@@ -237,7 +241,8 @@ def test_factors_of_values(monkeypatch, decays, options, fused, reverse):
         scaled.add(constants["R"].value_scale_heads > 0)
         return testing.interpreted_call(function, *arguments, **constants)
 
-    monkeypatch.setattr(kernel, "call_kernel", recorded_call)
+    for module in LAUNCHING:
+        monkeypatch.setattr(module, "call_kernel", recorded_call)
     options = {"channels": 18, **options}
     call, inputs = bound_of(arrays(1, 40, 2, 20, decays=decays, rate=0.1, **options), {"reverse": reverse})
     for choice in (config.Config(16, 0, 16, 4, 1), SEVERAL_SEGMENTS):

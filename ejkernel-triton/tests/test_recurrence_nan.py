@@ -20,7 +20,7 @@ from ejkernel.utils.tolerance import FORWARD, check_close
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
 from ejkernel_triton.delta_rule import config as delta_config, general, kernel as delta_kernel
-from ejkernel_triton.linear_recurrence import config as linear_config, kernel as linear_kernel
+from ejkernel_triton.linear_recurrence import config as linear_config, decays, kernel as linear_kernel, launches
 
 FUSED, SEGMENTED = linear_config.Config(16, 0, 16, 4, 1), linear_config.Config(16, 16, 16, 4, 1)
 CHUNKED, SPLIT = delta_config.Config(16, 16, 4, 1), delta_config.Config(16, 16, 4, 1, segments=2)
@@ -57,7 +57,7 @@ NAN: dict[str, tuple[Any, Any, Any, Any]] = {
 
 @pytest.mark.parametrize("name", NAN)
 def test_nan_reaches_no_earlier_output(name, monkeypatch):
-    for module in (linear_kernel, delta_kernel, general):
+    for module in (decays, launches, delta_kernel, general):
         monkeypatch.setattr(module, "call_kernel", testing.interpreted_call)
     operation, arrays, options, config = NAN[name]
     made = {key: jnp.asarray(value) for key, value in arrays(np.random.default_rng(0)).items()}

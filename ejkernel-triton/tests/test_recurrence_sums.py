@@ -18,7 +18,7 @@ from ejkernel.utils.tolerance import GRADIENT, Tolerance, check_close
 
 pytest.importorskip("triton", reason="install triton to run Triton kernels in its interpreter")
 from ejkernel_triton import testing
-from ejkernel_triton.linear_recurrence import config, kernel
+from ejkernel_triton.linear_recurrence import config, decays, kernel, launches
 from ejkernel_triton.linear_recurrence.params import as_computed
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
@@ -28,7 +28,8 @@ LIMIT = Tolerance(8e-6, 2e-5)
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
+    for module in (decays, launches):
+        monkeypatch.setattr(module, "call_kernel", testing.interpreted_call)
 
 
 def problem(maker, dtype, seed, options=None):

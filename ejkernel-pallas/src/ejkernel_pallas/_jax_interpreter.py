@@ -1,6 +1,11 @@
-"""State of JAX's Pallas interpreters, from private modules of jax 0.11 and 0.12. Nothing else here imports those."""
+"""State of JAX's Pallas interpreters, from private modules of jax 0.11 and 0.12. Nothing else here imports those.
+
+Both interpreters are imported when they are asked for races: they import Mosaic, and Mosaic GPU takes a second.
+"""
 
 from __future__ import annotations
+
+from jax._src import config
 
 
 def gpu_interpreter_is_on() -> bool:
@@ -8,8 +13,6 @@ def gpu_interpreter_is_on() -> bool:
 
     The TPU interpreter uses the same setting and does not count.
     """
-    from jax._src import config
-
     setting = getattr(config, "pallas_tpu_interpret_mode_context_manager", None)
     return setting is not None and type(setting.value).__name__ == "InterpretGPUParams"
 

@@ -8,7 +8,10 @@ that is None is not said, and left to the lower tiers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import types
+import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -171,18 +174,33 @@ def demanded_platform(cfg: Any, platform: Any) -> Any:
 
 
 def _check_fields(config: Any) -> None:
+    """Fields have the types that their annotations name, and numbers are at least 1."""
+    allowed = _field_types(type(config))
     for field in dataclasses.fields(config):
-        value, annotation = getattr(config, field.name), str(field.type)
-        if value is None and "None" in annotation:
-            continue
-        if isinstance(value, str) and "str" in annotation:
-            continue
-        if isinstance(value, bool) and "bool" in annotation:
-            continue
-        if isinstance(value, Params) and type(value).__name__ in annotation:
-            continue
-        numbers: tuple[Any, ...] = value if isinstance(value, tuple) and "tuple" in annotation else (value,)
-        if "int" not in annotation or not numbers or any(type(number) is not int for number in numbers):
-            raise wrong_type(field.name, repr(value), annotation)
-        if min(numbers) < 1:
+        value = getattr(config, field.name)
+        if not _is_of(value, allowed[field.name]):
+            raise wrong_type(field.name, repr(value), str(field.type))
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(type(number) is int and number < 1 for number in numbers):
             raise invalid(field.name, value, "a value >= 1")
+
+
+@functools.cache
+def _field_types(config: type) -> Mapping[str, frozenset[Any]]:
+    """The types of each field of a config: the members of its union; `tuple` for a tuple of numbers."""
+    hints = typing.get_type_hints(config)
+    return {field.name: frozenset(_union_members(hints[field.name])) for field in dataclasses.fields(config)}
+
+
+def _union_members(hint: Any) -> Iterable[Any]:
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return (typing.get_origin(member) or member for member in members)
+
+
+def _is_of(value: Any, allowed: frozenset[Any]) -> bool:
+    """Whether a field of the allowed types may have the value: a bool is no number, a tuple holds numbers."""
+    if isinstance(value, Params):  # plain `Params` are for either phase
+        return any(isinstance(kind, type) and issubclass(kind, type(value)) for kind in allowed)
+    if isinstance(value, tuple):
+        return tuple in allowed and bool(value) and all(type(number) is int for number in value)
+    return type(value) in allowed or (isinstance(value, str) and str in allowed)

@@ -1,86 +1,18 @@
-"""Helpers for every Mosaic GPU kernel here: device checks, kernel calls, and their interpreter equivalents.
-
-Mosaic GPU is imported only when a kernel is built: `supports` calls `refusal` on machines without it.
-"""
+"""Helpers for every Mosaic GPU kernel here: kernel calls, ping-pong scheduling and wgmma, with their interpreter equivalents."""
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib.metadata
-import os
-import pkgutil
-import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
-from ejkernel.call import ArraySpec
-from ejkernel.plugin import Target
-from ejkernel.targets.nvidia import GPU_PROPERTIES, HALVES, array_problem, device_problem
 from ejkernel_pallas._jax_interpreter import gpu_interpreter_is_on
-
-CAPABILITY = (9, 0)
-SHARED_MEMORY = GPU_PROPERTIES[CAPABILITY].shared_memory
-"""Bytes of shared memory of one block."""
-ALIGNMENT = 1024
-"""Alignment of the arrays that Pallas allocates in shared memory."""
-SHARED_MEMORY_SLACK = 1024
-"""Bytes left for mbarriers."""
-
-_NEEDED = ("kernel", "wgmma_accumulator_load", "broadcasted_iota", "warp_map", "layout_cast")
-"""Names that kernels use from `jax.experimental.pallas.mosaic_gpu`; missing before jax 0.11."""
-
-
-def refusal(target: Target, specs: Mapping[str, ArraySpec | None], dtypes: Sequence[str] = HALVES) -> str | None:
-    """Why no kernel here can run on the target or read these arrays; None if no such reason is known.
-
-    Args:
-        target: of the call.
-        specs: input arrays by name; absent ones are None.
-        dtypes: supported dtypes.
-    """
-    problem = device_problem(target, oldest=CAPABILITY, newest=CAPABILITY) or array_problem(specs, dtypes)
-    return problem or (None if gpu_interpreter_is_on() else version_problem())
-
-
-@functools.cache
-def version_problem() -> str | None:
-    """What the installed jax lacks, in one sentence; None if nothing is known to be missing."""
-    if not any(re.fullmatch(r"jax_cuda\d+_plugin", module.name) for module in pkgutil.iter_modules()):
-        return "jax is installed without its CUDA part, in which Mosaic GPU kernels are lowered; pip install 'jax[cuda13]'"
-    names = _names_of_mosaic_gpu()
-    missing = [name for name in _NEEDED if name not in names]
-    if missing:
-        return f"Pallas Mosaic GPU of jax {jax.__version__} has no {' and no '.join(missing)}; jax 0.11 has"
-    return None
-
-
-def _names_of_mosaic_gpu() -> set[str]:
-    """Read from its source: importing it takes a second, which a call that runs on another platform need not wait for."""
-    source = Path(str(jax.__file__)).parent / "experimental" / "pallas" / "mosaic_gpu.py"
-    body = ast.parse(source.read_bytes()).body if source.is_file() else []
-    return {alias.asname or alias.name for each in body if isinstance(each, ast.ImportFrom) for alias in each.names}
-
-
-def lowered_from() -> str | None:
-    """What lowered kernels depend on beside the version of jax; None in the interpreter."""
-    importlib.import_module("jax.experimental.mosaic.gpu")  # registers the custom call
-
-    if gpu_interpreter_is_on():
-        return None
-    switches = {name: value for name, value in os.environ.items() if name.startswith(("MOSAIC_GPU_", "JAX_PALLAS_"))}
-    return repr((_cuda_versions(), sorted(switches.items())))
-
-
-@functools.cache
-def _cuda_versions() -> list[tuple[str, str]]:
-    """The installed CUDA parts of JAX, in which Mosaic GPU's passes are."""
-    names = (module.name for module in pkgutil.iter_modules() if re.fullmatch(r"jax_cuda\d+_plugin", module.name))
-    return [(name, importlib.metadata.version(name.replace("_", "-"))) for name in sorted(names)]
 
 
 def call_kernel(
@@ -108,8 +40,6 @@ def call_kernel(
         cluster: names and sizes of the axes of a thread block cluster; None = no cluster.
         **compiler: fields of `CompilerParams`. There is no reduction scratch: row reductions do not need it.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     varying = getattr(jax.typeof(like), "manual_axis_type", None)
     options: dict[str, Any] = {"approx_math": True, "reduction_scratch_bytes": 0, **compiler}
     kinds: dict[str, Any] = {} if varying is None else {"manual_axis_type": varying}
@@ -130,21 +60,11 @@ def call_kernel(
 
 def swizzled_smem(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory in the layout of wgmma: swizzle atoms of 8 rows, with the widest swizzle that divides a row."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     size = jnp.dtype(dtype).itemsize
     width = next(width for width in (128, 64, 32) if shape[-1] * size % width == 0)
     tiling = plgpu.TilingTransform((8, width // size))  # pyright: ignore[reportAbstractUsage]
     swizzle = plgpu.SwizzleTransform(width)  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
-
-
-def smem_bytes(shape: tuple[int, ...], itemsize: int = 2) -> int:
-    """Bytes of shared memory of such an array, or of an untiled one."""
-    size = itemsize
-    for extent in shape:
-        size *= extent
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 _FIRST_FREE_BARRIER = 8
@@ -154,15 +74,11 @@ _FIRST_FREE_BARRIER = 8
 def ping_pong_barriers(consumers: int) -> dict[str, Any]:
     """Scratch for ping-pong scheduling of consumers. On hardware it uses named barriers, which wake a warp sooner than
     mbarriers; the interpreter has only the latter."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     return {"ping_pong": plgpu.Barrier(num_barriers=consumers)} if gpu_interpreter_is_on() else {}
 
 
 def ping_pong_wait(scratch: Mapping[str, Any], consumer: Any) -> None:
     """Wait until this consumer may issue its MMAs."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     if gpu_interpreter_is_on():
         plgpu.barrier_wait(scratch["ping_pong"].at[consumer])
     else:
@@ -171,8 +87,6 @@ def ping_pong_wait(scratch: Mapping[str, Any], consumer: Any) -> None:
 
 def ping_pong_arrive(scratch: Mapping[str, Any], consumer: Any) -> None:
     """Let the given consumer issue its MMAs, once all threads of this one have arrived."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     if gpu_interpreter_is_on():
         plgpu.barrier_arrive(scratch["ping_pong"].at[consumer])
     else:
@@ -181,9 +95,6 @@ def ping_pong_arrive(scratch: Mapping[str, Any], consumer: Any) -> None:
 
 def _named_barrier(instruction: str, barrier: Any) -> None:
     """`bar.sync` or `bar.arrive` of PTX for two warpgroups."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
     def issue(_: Any, number: Any) -> None:
@@ -205,8 +116,6 @@ class Accumulator:
 
     def add(self, left: Any, right: Any) -> None:
         """Issue `left @ right`; `left` is an array in registers or, like `right`, in shared memory."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         if self.acc is not None:
             plgpu.wgmma(self.acc, left, right)
             return
@@ -216,8 +125,6 @@ class Accumulator:
 
     def value(self, *, outstanding: int) -> Any:
         """The sum, after waiting until at most `outstanding` wgmmas of this warpgroup are in flight."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         return self.b_sum if self.acc is None else plgpu.wgmma_accumulator_load(self.acc, wait_n=outstanding)
 
 
@@ -226,9 +133,6 @@ def accumulate(b_sums: Sequence[Any], body: Callable[..., Any], results: Sequenc
 
     They are followed by what `body` returns: float32 arrays of the shapes `results`.
     """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     if gpu_interpreter_is_on():
         accumulators = [Accumulator(None, b_sum) for b_sum in b_sums]
         returned = body(*accumulators) or ()
@@ -250,9 +154,6 @@ def with_accumulator(shape: tuple[int, ...], body: Callable[[Any], Any], others:
 
     Call it right before the wgmma: ptxas then sees the zeros and does not clear registers.
     """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     acc = plgpu.WGMMAAccumulatorRef(shape, jnp.float32)  # pyright: ignore[reportArgumentType]
     if not gpu_interpreter_is_on():
         return pl.run_scoped(body, acc)
@@ -264,8 +165,6 @@ def with_accumulator(shape: tuple[int, ...], body: Callable[[Any], Any], others:
 
 def wait_for_wgmma(outstanding: int) -> None:
     """Wait until at most `outstanding` wgmmas of this warpgroup are in flight; no-op in the interpreter."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     if not gpu_interpreter_is_on():
         plgpu.wgmma_wait(outstanding)
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel_pallas.mosaic_gpu._call import (
     Accumulator,
@@ -26,6 +27,7 @@ from ejkernel_pallas.mosaic_gpu._call import (
     with_accumulator,
 )
 from ejkernel_pallas.mosaic_gpu.flash_attention.bias import BiasTiles
+from ejkernel_pallas.mosaic_gpu.flash_attention.bias_loads import bias_scratch, copy_bias_tile, load_bias_tile
 from ejkernel_pallas.mosaic_gpu.flash_attention.mask_params import MaskParams
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import REGISTERS, ROWS, TileRange
 from ejkernel_pallas.mosaic_gpu.flash_attention.tile_scheduler import TileScheduler
@@ -84,8 +86,6 @@ class Gradient:
         return self.params.group if self.by_key else 1
 
     def scratch(self) -> dict[str, Any]:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         barrier = functools.partial(plgpu.Barrier, num_barriers=self.num_stages)
         held = {
             "own": swizzled_smem((self.warpgroups, ROWS, self.size), self.dtype),
@@ -100,7 +100,7 @@ class Gradient:
         }
         if self.by_key:
             held["rows"] = plgpu.SMEM((self.num_stages, 2, self.other), jnp.float32)
-        return held if self.bias is None else held | self.bias.scratch()
+        return held if self.bias is None else held | bias_scratch(self.bias)
 
     @property
     def rings(self) -> tuple[str, ...]:
@@ -144,8 +144,6 @@ class Block:
         self.wg = lax.axis_index("wg")
 
     def run(self) -> None:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         consumer, producer = REGISTERS[self.plan.warpgroups]
 
         @pl.when(self.wg < self.plan.warpgroups)
@@ -197,8 +195,6 @@ class Block:
 
     def copy_tiles(self, coord: Any, tile_range: TileRange, done: Any) -> Any:
         """Issue the TMA loads of a tile range. Returns the number of tiles loaded so far."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         num_stages = self.plan.num_stages
 
         def step(i_step: Any, _: Any) -> None:
@@ -216,13 +212,11 @@ class Block:
 
     def copy_tile(self, name: str, slot: Any, coord: Any, i_member: Any, i_head: Any, here: Any) -> None:
         """Issue the TMA load of one array's tile; `i_head` and `here` are its streamed head and rows."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         s_tile, barrier = self.scratch[name].at[slot], self.scratch[f"{name}_full"].at[slot]
         bias = self.plan.bias
         if bias is not None and name == "bias":
             i_row = bias.row(coord.batch, self.query_head(coord, i_member))
-            bias.copy(self.bias, i_row, coord.block * (self.plan.warpgroups * ROWS), here.start, s_tile, barrier)
+            copy_bias_tile(bias, self.bias, i_row, coord.block * (self.plan.warpgroups * ROWS), here.start, s_tile, barrier)
             return
         source = self.other if name == "other" else self.other_value
         plgpu.copy_gmem_to_smem(source.at[coord.batch, here, i_head], s_tile, barrier)
@@ -231,8 +225,6 @@ class Block:
 
     def consume(self, coord: Any, done: Any) -> Any:
         """Accumulate the gradients of this warpgroup's rows."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         coord, i_split = self.owner(coord)
         tile_range = self.tile_range_of(coord, i_split)
         first = (coord.block * self.plan.warpgroups + self.wg) * ROWS
@@ -266,8 +258,6 @@ class Block:
 
     def copy_own(self, coord: Any, first: Any) -> tuple[Any, Any, Any]:
         """Issue the TMA loads of the owned rows. Returns their buffers and mbarrier."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         s_own, s_own_value = self.scratch["own"].at[self.wg], self.scratch["own_value"].at[self.wg]
         full = self.scratch["own_full"].at[self.wg]
         for source, s_held in ((self.own, s_own), (self.own_value, s_own_value)):
@@ -275,8 +265,6 @@ class Block:
         return s_own, s_own_value, full
 
     def own_token_info(self, coord: Any, first: Any) -> dict[str, Any]:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         rows = plgpu.Layout.WGMMA.reduce(1)
         own = "key" if self.plan.by_key else "query"
         return {
@@ -287,8 +275,6 @@ class Block:
 
     def own_statistics(self, coord: Any, first: Any) -> tuple[Any, Any] | None:
         """Row statistics of owned queries."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         if self.plan.by_key:
             return None
         rows = plgpu.Layout.WGMMA.reduce(1)
@@ -297,8 +283,6 @@ class Block:
         return b_shift, b_start
 
     def load_token_info(self, name: str, coord: Any, first: Any, count: int, layout: Any) -> Any:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         array = self.token_info[name]
         source = array.at[coord.batch if array.shape[0] > 1 else 0, pl.ds(first, count)]
         return plgpu.load(source, layout=layout, optimized=False)
@@ -326,8 +310,6 @@ class Step:
         return lax.rem(self.done + i_step, jnp.int32(self.block.plan.num_stages))
 
     def wait(self, name: str, slot: Any) -> Any:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         plgpu.barrier_wait(self.block.scratch[f"{name}_full"].at[slot])
         return self.block.scratch[name].at[slot]
 
@@ -339,8 +321,6 @@ class Step:
             self.wait("other", self.slot(i_step))
 
     def release(self, name: str, slot: Any) -> None:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         plgpu.barrier_arrive(self.block.scratch[f"{name}_empty"].at[slot])
 
     def where_visible(self, i_tile: Any, b_value: Any) -> Any:
@@ -367,12 +347,10 @@ class Step:
 
     def bias(self, slot: Any) -> Any:
         """Wait for the bias of a tile, if there is one, and load it."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         bias = self.block.plan.bias
         if bias is None:
             return None
-        b_bias = bias.load(self.wait("bias", slot), self.block.wg)
+        b_bias = load_bias_tile(bias, self.wait("bias", slot), self.block.wg)
         plgpu.commit_smem()  # order generic-proxy reads before the next TMA load
         self.release("bias", slot)
         return b_bias
@@ -382,8 +360,6 @@ class Step:
         return not self.block.plan.by_key and self.block.params.keys % self.block.plan.other != 0
 
     def visible(self, i_tile: Any, shape: tuple[int, int]) -> Any:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         layout = plgpu.Layout.WGMMA
         start = i_tile * self.block.plan.other
         o_own = None
@@ -400,8 +376,6 @@ class Step:
 
     def by_key(self, i_step: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         """Gradients of keys and values from a tile of queries; scores are `[keys, queries]`."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         block, plan, params = self.block, self.block.plan, self.block.params
         slot = self.slot(i_step)
         _, i_tile = self.tile_range.at(i_step)
@@ -456,8 +430,6 @@ class Step:
 
     def by_query(self, i_step: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         """Gradients of queries from a tile of keys; scores are `[queries, keys]`."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         plan, params = self.block.plan, self.block.params
         slot = self.slot(i_step)
         _, i_tile = self.tile_range.at(i_step)

@@ -1,4 +1,4 @@
-"""Layout of a bias, and its tiles in shared memory."""
+"""Layout of a bias, and sizes of its tiles in shared memory; `bias_loads` loads them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
-from ejkernel_pallas.mosaic_gpu._call import smem_bytes, swizzled_smem
+from ejkernel_pallas.mosaic_gpu._device import smem_bytes
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import ROWS
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -56,7 +54,7 @@ class BiasTiles:
         return self.kind == ("keys" if self.by_key else "queries")
 
     @property
-    def _shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:
         """Of a tile."""
         if self.by_pair:
             return (self.warpgroups, self.other, ROWS) if self.transposed else (self.warpgroups, ROWS, self.other)
@@ -65,7 +63,7 @@ class BiasTiles:
     @property
     def bytes(self) -> int:
         """Of shared memory."""
-        return smem_bytes((self.num_stages, *self._shape), jnp.dtype(self.dtype).itemsize)
+        return smem_bytes((self.num_stages, *self.shape), jnp.dtype(self.dtype).itemsize)
 
     @property
     def registers(self) -> int:
@@ -73,16 +71,6 @@ class BiasTiles:
         if self.by_pair:
             return self.other * jnp.dtype(self.dtype).itemsize // 8
         return 2 if self.owned else self.other // 4
-
-    def scratch(self) -> dict[str, Any]:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        shape = (self.num_stages, *self._shape)
-        return {
-            "bias": swizzled_smem(shape, self.dtype) if self.by_pair else plgpu.SMEM(shape, self.dtype),
-            "bias_full": plgpu.Barrier(num_barriers=self.num_stages, num_arrivals=self.copies),
-            "bias_empty": plgpu.Barrier(num_barriers=self.num_stages, num_arrivals=self.warpgroups),
-        }
 
     @property
     def copies(self) -> int:
@@ -96,7 +84,7 @@ class BiasTiles:
         if not self.by_pair:
             length = keys if self.kind == "keys" else queries
             bias = jnp.broadcast_to(bias.reshape(rows, -1), (rows, length))
-            return jnp.pad(bias, ((0, 0), (0, -length % self._shape[0])))
+            return jnp.pad(bias, ((0, 0), (0, -length % self.shape[0])))
         bias = bias.reshape(rows, queries, keys)
         if self.by_key and not self.transposed:
             bias = jnp.swapaxes(bias, 1, 2)
@@ -107,32 +95,6 @@ class BiasTiles:
         """Row index into the result of `stored`."""
         i_batch, i_head = i_batch if self.batch > 1 else 0, i_head if self.heads > 1 else 0
         return i_batch * self.heads + i_head
-
-    def copy(self, array: Any, i_row: Any, first: Any, start: Any, s_tile: Any, barrier: Any) -> None:
-        """Issue the TMA load of a tile, of owned tokens from `first` and others from `start`."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        if not self.by_pair:
-            source = array.at[i_row, pl.ds(first if self.owned else start, self._shape[0])]
-            plgpu.copy_gmem_to_smem(source, s_tile, barrier)
-            return
-        for wg in range(self.warpgroups):
-            here = (pl.ds(first + wg * ROWS, ROWS), pl.ds(start, self.other))
-            source = array.at[i_row, *(reversed(here) if self.transposed else here)]
-            plgpu.copy_gmem_to_smem(source, s_tile.at[wg], barrier)
-
-    def load(self, s_tile: Any, i_wg: Any) -> Any:
-        """A consumer's part of a tile, float32 `[ROWS, other]`."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        layout = plgpu.Layout.WGMMA
-        if self.by_pair:
-            s_part = s_tile.at[i_wg]
-            return plgpu.load(s_part.transpose((1, 0)) if self.transposed else s_part, layout=layout).astype(jnp.float32)
-        if self.owned:
-            s_tile = s_tile.at[pl.ds(i_wg * ROWS, ROWS)]
-        b_row = plgpu.load(s_tile, layout=layout.reduce(1 if self.owned else 0), optimized=False)
-        return lax.broadcast_in_dim(b_row, (ROWS, self.other), [0 if self.owned else 1])
 
 
 def bias_kind(call: FlashAttentionCall) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel_pallas.mosaic_gpu._call import swizzled_smem
 from ejkernel_pallas.mosaic_gpu.flash_attention.backward import Block, Gradient, Step
@@ -65,8 +66,6 @@ class BiasGradient(Gradient):
         return ("own", "other", "bias", "own_value", "other_value") if self.moves else super().rings
 
     def scratch(self) -> dict[str, Any]:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         held = super().scratch()
         slots = self.num_stages if self.moves else self.batches * self.members
         for name, size in (("own", self.size), ("own_value", self.value_size)):
@@ -132,8 +131,6 @@ class _Block(Block):
 
     def copy_rows(self, name: str, slot: Any, wg: Any, coord: Any, i_member: Any, first: Any, barrier: Any) -> None:
         """Issue the TMA load of one consumer's rows."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         source = (self.own if name == "own" else self.own_value).at[
             coord.batch, pl.ds(first, ROWS), self.own_head(coord, i_member)
         ]
@@ -141,8 +138,6 @@ class _Block(Block):
 
     def copy_owned(self, coord: Any, first: Any) -> None:
         """Load one consumer's rows of all batches and heads, and wait for them."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         plan, full = self.plan, self.scratch["own_full"].at[self.wg]
         for slot in range(plan.batches * plan.members):
             i_batch, i_member = divmod(slot, plan.members)
@@ -158,8 +153,6 @@ class _Block(Block):
         return self.over_tiles(coord, self.add_tile, done)
 
     def add_tile(self, coord: Any, i_tile: Any, done: Any) -> Any:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         first = (coord.block * self.plan.warpgroups + self.wg) * ROWS
 
         def add(coord: Any, tile_range: TileRange, carry: Any) -> Any:
@@ -192,8 +185,6 @@ class _Step(Step):
 
     def statistics_of(self, slot: Any, i_member: Any) -> tuple[Any, Any]:
         """Row statistics as tiles: the log-sum-exp and minus delta."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         plan = self.block.plan
         if plan.by_key:
             rows = self.block.scratch["rows"].at[slot]
@@ -205,8 +196,6 @@ class _Step(Step):
         return b_shift, b_start
 
     def add(self, i_step: Any, b_sum: Any) -> Any:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         plan, params = self.block.plan, self.block.params
         slot = self.slot(i_step)
         i_member, i_tile = self.tile_range.at(i_step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import Target
-from ejkernel_pallas.mosaic_gpu._call import refusal
+from ejkernel_pallas.mosaic_gpu._device import refusal
 from ejkernel_pallas.mosaic_gpu.flash_attention.config import SIZES
 
 MAX_TOKENS = 2**27

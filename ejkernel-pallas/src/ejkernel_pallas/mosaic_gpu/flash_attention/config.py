@@ -12,7 +12,7 @@ from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel.targets.nvidia import FEWER_MULTIPROCESSORS
 from ejkernel.utils.renamed_knobs import renamed_knobs
-from ejkernel_pallas.mosaic_gpu._call import SHARED_MEMORY, SHARED_MEMORY_SLACK, smem_bytes
+from ejkernel_pallas.mosaic_gpu._device import SHARED_MEMORY, SHARED_MEMORY_SLACK, smem_bytes
 from ejkernel_pallas.mosaic_gpu.flash_attention.bias import BiasTiles, bias_kind, bias_tiles
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import MULTIPROCESSORS, REGISTERS, ROWS
 

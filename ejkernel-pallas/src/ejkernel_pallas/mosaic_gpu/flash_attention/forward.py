@@ -20,11 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel_pallas._jax_interpreter import gpu_interpreter_is_on
 from ejkernel_pallas.mosaic_gpu._call import (
     Accumulator,
     accumulate,
+    call_kernel,
     ping_pong_arrive,
     ping_pong_barriers,
     ping_pong_wait,
@@ -33,6 +35,7 @@ from ejkernel_pallas.mosaic_gpu._call import (
     with_accumulator,
 )
 from ejkernel_pallas.mosaic_gpu.flash_attention.bias import BiasTiles
+from ejkernel_pallas.mosaic_gpu.flash_attention.bias_loads import bias_scratch, copy_bias_tile, load_bias_tile
 from ejkernel_pallas.mosaic_gpu.flash_attention.config import ForwardConfig
 from ejkernel_pallas.mosaic_gpu.flash_attention.mask_params import LN_2, MaskParams
 from ejkernel_pallas.mosaic_gpu.flash_attention.shape import REGISTERS, ROWS
@@ -89,8 +92,6 @@ class Forward:
         return self.reuses_query_smem and self.value_size < self.size
 
     def scratch(self) -> dict[str, Any]:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         c = self.config
         barrier = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
         queries = self.query_slots * c.warpgroups
@@ -117,7 +118,7 @@ class Forward:
             held |= ping_pong_barriers(c.warpgroups)
         if self.save_lse:
             held["lse"] = plgpu.SMEM((c.warpgroups, ROWS), jnp.float32)
-        return held if self.bias is None else held | self.bias.scratch()
+        return held if self.bias is None else held | bias_scratch(self.bias)
 
     @property
     def rings(self) -> tuple[str, ...]:
@@ -149,8 +150,6 @@ class _Block:
         self.wg = lax.axis_index("wg")
 
     def run(self) -> None:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         consumer, producer = REGISTERS[self.config.warpgroups]
 
         @pl.when(self.wg < self.config.warpgroups)
@@ -181,8 +180,6 @@ class _Block:
 
     def produce(self, coord: Any, done: Any) -> Any:
         """Issue the TMA loads of one block; `done` tiles were loaded before. Returns the new count."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         c = self.config
         low, _, _, high = self.range_of(coord)
         i_key_head = coord.head if self.plan.packed > 1 else lax.div(coord.head, jnp.int32(self.params.group))
@@ -200,7 +197,7 @@ class _Block:
             bias = self.plan.bias
             if bias is not None and name == "bias":
                 first = coord.block * (c.warpgroups * ROWS)
-                bias.copy(self.bias, bias.row(coord.batch, coord.head), first, i_key * c.block_k, s_tile, full)
+                copy_bias_tile(bias, self.bias, bias.row(coord.batch, coord.head), first, i_key * c.block_k, s_tile, full)
                 return
             source = self.key if name == "key" else self.value
             plgpu.copy_gmem_to_smem(source.at[coord.batch, pl.ds(i_key * c.block_k, c.block_k), i_key_head], s_tile, full)
@@ -216,8 +213,6 @@ class _Block:
 
     def drain(self, done: Any) -> None:
         """Wait until consumers have released all tiles, so that every mbarrier phase is observed."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         for slot in range(self.config.num_stages):
             for name in self.plan.rings:
                 pl.when(done > slot)(functools.partial(plgpu.barrier_wait, self.scratch[f"{name}_empty"].at[slot]))
@@ -231,8 +226,6 @@ class _Block:
         return wg if slots == 1 else lax.rem(coord.iteration, jnp.int32(slots)) * self.config.warpgroups + wg
 
     def copy_query(self, coord: TileCoordinate, wg: Any) -> None:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         slot = self.query_slot(coord, wg)
         first = (coord.block * self.config.warpgroups + wg) * self.plan.tokens
         for rows, source in self.rows_of(self.query, coord, first):
@@ -254,8 +247,6 @@ class _Block:
 
     def consume(self, coord: Any, done: Any) -> Any:
         """Compute the output of this warpgroup's queries of one block."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         c = self.config
         low, full_low, full_high, high = self.range_of(coord)
         first = (coord.block * c.warpgroups + self.wg) * self.plan.tokens
@@ -293,8 +284,6 @@ class _Block:
         return self.sinks[i_batch, coord.head, 0], self.sinks[i_batch, coord.head, 1]
 
     def finish(self, coord: Any, first: Any, b_acc: Any, b_max: Any, b_sum: Any) -> None:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         b_empty = b_sum == 0.0
         b_divisor = jnp.where(b_empty, 1.0, b_sum)
         b_out = b_acc * lax.broadcast_in_dim(1.0 / b_divisor, b_acc.shape, [0])
@@ -341,8 +330,6 @@ class _KeyLoop:
 
     def wait(self, name: str, i_key: Any) -> Any:
         """Wait for a tile. Returns its reference."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         slot = self.slot(i_key)
         plgpu.barrier_wait(self.block.scratch[f"{name}_full"].at[slot])
         return self.block.scratch[name].at[slot]
@@ -362,8 +349,6 @@ class _KeyLoop:
             self.wait("key", i_key + 1)
 
     def release(self, name: str, i_key: Any) -> None:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         plgpu.barrier_arrive(self.block.scratch[f"{name}_empty"].at[self.slot(i_key)])
 
     def slot(self, i_key: Any) -> Any:
@@ -379,8 +364,6 @@ class _KeyLoop:
 
     def release_query(self) -> None:
         """Release the queries, so that the next block's can be loaded."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         if self.block.config.persistent:
             plgpu.barrier_arrive(self.block.scratch["query_empty"].at[self.block.query_slot(self.coord, self.block.wg)])
 
@@ -395,19 +378,15 @@ class _KeyLoop:
 
     def bias(self, i_key: Any) -> Any:
         """Wait for the bias of a tile, if there is one, and load it."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         bias = self.block.plan.bias
         if bias is None:
             return None
-        b_bias = bias.load(self.wait("bias", i_key), self.block.wg)
+        b_bias = load_bias_tile(bias, self.wait("bias", i_key), self.block.wg)
         plgpu.commit_smem()  # order generic-proxy reads before the next TMA load
         self.release("bias", i_key)
         return b_bias
 
     def visible(self, i_key: Any, shape: tuple[int, int]) -> Any:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         layout = plgpu.Layout.WGMMA
         start = i_key * self.block.config.block_k
         o_query = None
@@ -489,8 +468,6 @@ class _KeyLoop:
 
     def first_scores(self, i_key: Any, scores: Any) -> Any:
         """Compute the scores of the first tile."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         plgpu.wgmma(scores, self.query, self.block.scratch["key"].at[self.slot(i_key)].transpose((1, 0)))
         self.ping_pong_arrive()
         self.wait_for_next(i_key)
@@ -504,7 +481,6 @@ class _KeyLoop:
 
     def sequential(self, i_key: Any, b_acc: Any, b_max: Any, b_sum: Any, b_half: Any) -> list[Any]:
         """The previous tile's PV MMA, then this tile's QK MMA, then its softmax."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
 
         def scored(total: Accumulator, s_key: Any, scores: Any) -> Any:
             plgpu.wgmma(scores, self.query, s_key.transpose((1, 0)))
@@ -526,8 +502,6 @@ class _KeyLoop:
 
     def overlapped(self, i_key: Any, b_acc: Any, b_max: Any, b_sum: Any, b_half: Any) -> list[Any]:
         """This tile's QK MMA overlaps the previous tile's PV MMA."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         s_key = self.next_key(i_key)
 
         def weights(total: Accumulator, scores: Any) -> tuple[Any, ...]:
@@ -553,8 +527,6 @@ class _KeyLoop:
 
 def launch(plan: Forward, arrays: list[Any], results: list[tuple[tuple[int, ...], Any]]) -> list[jax.Array]:
     """Run the kernel on query, key, value, token info, bias, ranges, sinks and the scheduler's assignment, as far as present."""
-    from ejkernel_pallas.mosaic_gpu._call import call_kernel
-
     if plan.scheduler.assignment is not None:
         arrays = [*arrays, jnp.asarray(plan.scheduler.assignment)]
     kernel = call_kernel(

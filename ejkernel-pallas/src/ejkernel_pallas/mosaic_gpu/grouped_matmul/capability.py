@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import Target
+from ejkernel.targets.nvidia import HALVES
 from ejkernel.utils.dtypes import FLOAT8
-from ejkernel_pallas.mosaic_gpu._call import HALVES, refusal
+from ejkernel_pallas.mosaic_gpu._device import refusal
 from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import DEPTH
 from ejkernel_pallas.mosaic_gpu.grouped_matmul.schedule import max_tiles
 

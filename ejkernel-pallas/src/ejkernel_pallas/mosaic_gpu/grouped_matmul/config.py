@@ -13,7 +13,7 @@ from ejkernel.operations.grouped_matmul.interface import GroupedMatmulCall
 from ejkernel.plugin import ConfigSpace, Target
 from ejkernel.targets.nvidia import FEWER_MULTIPROCESSORS, HOPPER_MULTIPROCESSORS
 from ejkernel.utils.renamed_knobs import renamed_knobs
-from ejkernel_pallas.mosaic_gpu._call import SHARED_MEMORY, SHARED_MEMORY_SLACK
+from ejkernel_pallas.mosaic_gpu._device import SHARED_MEMORY, SHARED_MEMORY_SLACK
 
 STEP_BYTES = 128
 """Bytes of a row of one step: the widest TMA swizzle."""

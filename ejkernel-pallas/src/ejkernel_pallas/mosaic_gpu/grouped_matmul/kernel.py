@@ -22,7 +22,7 @@ from ejkernel.operations.grouped_matmul.phases import (
     gradients_of,
     multiplies_nothing,
 )
-from ejkernel_pallas.mosaic_gpu._call import HALVES
+from ejkernel.targets.nvidia import HALVES
 from ejkernel_pallas.mosaic_gpu.grouped_matmul.config import DEPTH, BackwardConfig, Tile, depth_of
 from ejkernel_pallas.mosaic_gpu.grouped_matmul.outer import sum_products
 from ejkernel_pallas.mosaic_gpu.grouped_matmul.rows import multiply_rows

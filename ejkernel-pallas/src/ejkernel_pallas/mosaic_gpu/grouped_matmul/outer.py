@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel_pallas.mosaic_gpu._call import call_kernel
 from ejkernel_pallas.mosaic_gpu.grouped_matmul import schedule
@@ -107,8 +109,6 @@ def _span(bounds: Any, matrix: Any, member: Any, outer: Outer) -> _Span:
 
 
 def _outer_kernel(left: Any, right: Any, bounds: Any, out: Any, *, outer: Outer, programs: int, **scratch: Any) -> None:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     warpgroup, program = jax.lax.axis_index("wg"), jax.lax.axis_index("program")
     mine = (outer.units - program + programs - 1) // programs
 
@@ -167,9 +167,6 @@ def _produce(
     **_: Any,
 ) -> Any:
     """Issue the TMA loads of one tile's group."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     tile = outer.tile
     lefts = pl.ds(pl.multiple_of(unit.row, tile.block_m), tile.block_m)
     rights = pl.ds(pl.multiple_of(unit.column, tile.block_n), tile.block_n)
@@ -210,9 +207,6 @@ def _consume(
     clean: Any,
 ) -> Any:
     """Compute one tile and store it."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     tile = outer.tile
     own = tile.block_m // CONSUMERS
 
@@ -274,8 +268,6 @@ def _consume(
 
 def _clear(block: Any, low: Any, high: Any) -> None:
     """Zero the rows outside of `low <= row < high`."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
     values = plgpu.load(block, layout=plgpu.Layout.WGMMA)
     block[...] = jnp.where((row >= low) & (row < high), values, jnp.zeros_like(values))
@@ -292,8 +284,6 @@ def sum_products(left: Any, right: Any, bounds: Any, tile: Tile, dtype: Any, *, 
         dtype: of the result.
         members: b to sum over the batch too, or 1.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     batch, rows, _ = left.shape
     outer = Outer(
         left=left.shape[2],

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel_pallas.mosaic_gpu._call import call_kernel
 from ejkernel_pallas.mosaic_gpu.grouped_matmul import schedule
@@ -73,8 +75,6 @@ class MatmulParams:
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:
     """A typed `pl.when`: run the decorated function if the condition holds."""
-    from jax.experimental import pallas as pl
-
     return pl.when(condition)
 
 
@@ -102,8 +102,6 @@ def _tile_coordinate(table: Any, index: Any, params: MatmulParams) -> _TileCoord
 
 
 def _rows_kernel(lhs: Any, rhs: Any, table: Any, count: Any, *refs: Any, params: MatmulParams, **scratch: Any) -> None:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     *others, out = refs
     scale = others.pop(0) if params.scales else None
     bias = others.pop(0) if params.biases else None
@@ -156,9 +154,6 @@ def _produce(
     **_: Any,
 ) -> Any:
     """Issue the TMA loads of one tile's operands."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     tile = params.tile
     row, column = pl.multiple_of(unit.row, schedule.ROW_ALIGNMENT), pl.multiple_of(unit.column, tile.block_n)
     columns = pl.ds(column, tile.block_n)
@@ -186,7 +181,6 @@ def _produce(
 
 def _drain(step: Any, empty: Any, params: MatmulParams) -> None:
     """Wait for the last arrivals on every slot: a block must not exit while a cluster peer still signals it."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def wait(i: Any, carry: None) -> None:
         plgpu.barrier_wait(empty.at[i % params.tile.num_stages])
@@ -211,9 +205,6 @@ def _consume(
     empty: Any,
 ) -> Any:
     """Compute one tile and store it."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     tile = params.tile
     steps = jnp.where(unit.matrix < 0, 0, params.steps)
     own_rows = pl.ds(warpgroup * tile.own_rows, tile.own_rows) if tile.split_rows else slice(None)
@@ -246,8 +237,6 @@ def _consume(
 
 def _summed(factors: Callable[..., Any], steps: Any, step: Any, full: Any, empty: Any, tile: Tile) -> Any:
     """Accumulate all steps in the tensor cores. A slot is released after the next step's wgmma is issued."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def multiply(sums: Any) -> Any:
         def add(i: Any, carry: None) -> None:
@@ -274,9 +263,6 @@ def _summed(factors: Callable[..., Any], steps: Any, step: Any, full: Any, empty
 
 def _promoted(factors: Callable[..., Any], steps: Any, step: Any, full: Any, empty: Any, tile: Tile) -> Any:
     """Promoted accumulation: one wgmma accumulator per step, added to float32 sums."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     shape = (tile.own_rows, tile.own_columns)
 
     def add(i: Any, sums: Any) -> Any:
@@ -297,9 +283,6 @@ def _promoted(factors: Callable[..., Any], steps: Any, step: Any, full: Any, emp
 
 def _shifted(chunk: Any, matrix: Any, first: Any, scale: Any, bias: Any, params: MatmulParams) -> Any:
     """Apply the matrix's scale and bias to the columns from `first` on; rows without a matrix use the zeros after the last one."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     layout = plgpu.Layout.WGMMA.reduce(0)
 
     def spread(values: Any, count: int) -> Any:
@@ -316,9 +299,6 @@ def _shifted(chunk: Any, matrix: Any, first: Any, scale: Any, bias: Any, params:
 
 def _store(chunk: Any, staged: Any, out: Any, row: Any, column: Any, low: Any, high: Any, params: MatmulParams) -> None:
     """Store rows `low <= i < high` of a chunk to rows `row + i`: at once, or in powers of two of rows."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     height, width = chunk.shape
     plgpu.wait_smem_to_gmem(params.tile.epilogue_stages - 1, wait_read_only=True)
     staged[...] = chunk.astype(params.dtype)
@@ -363,8 +343,6 @@ def multiply_rows(
     k is a multiple of `depth_of` its dtype, n of `DEPTH`. scale and bias are `[1 or b, g, n]`, row_scale `[b, m]`, finite.
     Matrices in float8 are transposed.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     depth = depth_of(lhs.dtype)
     promotes = lhs.dtype.itemsize == 1
     if promotes and tile.sums > MAX_PROMOTED_SUMS:
@@ -423,8 +401,6 @@ def cluster_of(tile: Tile) -> dict[str, int] | None:
 
 def empty_barriers(tile: Tile) -> Any:
     """Empty mbarriers, one per slot; the consumers of all blocks that a TMA load into the slot reaches arrive on them."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     if tile.cluster == 1:
         return plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.num_stages)
     return plgpu.ClusterBarrier(collective_axes=("peer",), num_arrivals=CONSUMERS, num_barriers=tile.num_stages)
@@ -438,7 +414,5 @@ def padded_rows(rows: Any) -> Any:
 
 def swizzled(shape: tuple[int, ...], dtype: Any, height: int = schedule.ROW_ALIGNMENT) -> Any:
     """Swizzled shared memory in tiles of `height` rows of 128 bytes: 8 for wgmma operands, 1 to store any number of rows."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     width = 128 // jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((height, width)), plgpu.SwizzleTransform(128)))  # pyright: ignore[reportAbstractUsage]
