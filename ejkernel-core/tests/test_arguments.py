@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import pickle
 
@@ -11,8 +13,9 @@ import pytest
 import ejkernel
 from ejkernel import modules
 from ejkernel._pipeline import arguments
-from ejkernel._pipeline.arguments import public
-from ejkernel._plugins.catalog import FUNCTIONS, HELPERS
+from ejkernel._pipeline.arguments import pick, public, split
+from ejkernel._plugins.catalog import FACADES, FUNCTIONS, HELPERS
+from ejkernel.operations import OPERATIONS, get_operation
 
 X = np.ones((1, 4, 2, 8), np.float32)
 PUBLIC = {name: getattr(ejkernel, name) for name in (*FUNCTIONS, *HELPERS)}
@@ -130,6 +133,54 @@ def test_errors_from_inside_stay_what_they_are():
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_function_is_found_where_it_says(name):
     assert pickle.loads(pickle.dumps(PUBLIC[name])) is PUBLIC[name]
+
+
+def test_arguments_in_three_parts():
+    def function(x, k, *, scale=1, causal=False, hint=None, platform=None, cfg=None, mesh=None):
+        return split(locals(), "query=x k", "softmax_scale=scale", own="hint")
+
+    arrays, options, run = function(2, 3, causal=True, platform="xla")
+    assert [*arrays.items()] == [("query", 2), ("k", 3)]
+    assert options == {"softmax_scale": 1, "causal": True}
+    assert run == {"platform": "xla", "cfg": None, "mesh": None}
+    assert pick({"a": 1, "b": 2, "c": 3}, "c=b a") == {"c": 2, "a": 1}
+    with pytest.raises(KeyError, match="weight"):
+        split({"x": 1}, "x weight")
+    with pytest.raises(KeyError, match="hint"):
+        split({"x": 1}, "x", own="hint")
+
+
+def test_an_option_that_the_contract_lacks_is_refused():
+    """Options are what is named nowhere, so one that is forgotten in the contract must not be dropped."""
+
+    def function(x, scale=None, offset=None, *, epsilon=1e-6, unheard_of=1, platform=None, cfg=None):
+        arrays, options, run = split(locals(), "x scale offset")
+        return get_operation("rms_norm").invoke(arrays, options, **run)
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'unheard_of'"):
+        function(X)
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_a_contract_takes_no_other_keywords(name):
+    parameters = inspect.signature(get_operation(name).canonicalise).parameters.values()
+    assert not [one for one in parameters if one.kind is one.VAR_KEYWORD]
+
+
+def test_arguments_are_taken_before_there_are_other_variables():
+    """Of `split(locals(), ...)` and `function(**locals())` every variable would be an option."""
+    found = 0
+    for module in sorted({*FACADES.values()}):
+        for function in ast.walk(ast.parse(inspect.getsource(importlib.import_module(module)))):
+            assigned = []
+            for statement in function.body if isinstance(function, ast.FunctionDef) else ():
+                said = ast.unparse(statement)
+                if "split(locals()" in said or "**locals()" in said:
+                    assert not assigned, f"{module}.{function.name} assigns {assigned} before it takes its arguments"
+                    found += 1
+                names = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+                assigned += [node.id for node in names if isinstance(node.ctx, ast.Store)]
+    assert found > 40
 
 
 VALUES = {"value", "values", "v", "key_value", "keys_values", "value_cache", "value_buffer", "kv_pages"}

@@ -35,12 +35,13 @@ def over_mesh(
     arrays: Mapping[str, Any],
     options: Mapping[str, Any],
     *,
-    positional: Sequence[str],
+    positional: Sequence[str] | None = None,
     mesh: Any = None,
     in_specs: Any = None,
     out_specs: Any = None,
     dims: Any = None,
     derived: Callable[[Mapping[str, Any], Mapping[str, PartitionSpec]], Mapping[str, PartitionSpec]] | None = None,
+    **settings: Any,
 ) -> Any:
     """`function(**arrays, **options)`, inside `jax.shard_map` when there is a mesh.
 
@@ -49,16 +50,19 @@ def over_mesh(
         arrays: its array arguments; None where absent.
         options: its other arguments, hashable or traced.
         positional: names of the array arguments in the order of `in_specs`; an entry that `arrays` lacks takes a spec too.
+            None means all of them.
         mesh: a `jax.sharding.Mesh` or None.
         in_specs: one PartitionSpec or None (whole on every device) for each positional array.
         out_specs: a PartitionSpec, or a tuple of them for several results.
         dims: the axes of every positional array, as `"b t h d"`: b and h may be split, alike in all arrays; others may not.
             Without, any may.
         derived: from all arrays and the specs of `positional` ones, specs of others; those it leaves out are whole.
+        **settings: more options: `platform` and `cfg`.
     """
+    options = {**options, **settings}
     if not is_sharded(mesh, in_specs, out_specs) or capturing():
         return function(**arrays, **options)
-    specs = named_specs(arrays, positional, in_specs)
+    specs = named_specs(arrays, tuple(arrays) if positional is None else positional, in_specs)
     specs |= {} if derived is None else derived(arrays, specs)
     if dims is not None:
         _check_split(arrays, specs, mesh, dims)

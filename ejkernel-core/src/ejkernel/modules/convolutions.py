@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, overload
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.errors import argument_names
 from ejkernel.modules._class_api import class_api
 from ejkernel.operations.causal_conv1d.interface import OPERATION as _CAUSAL_CONV1D
@@ -106,16 +106,8 @@ def causal_conv1d(
     Source: Fu et al., Hungry Hungry Hippos: Towards Language Modeling with State Space Models, 2023 (the shift); Gu and Dao,
     Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023.
     """
-    arrays = {
-        "x": x,
-        "weight": weight,
-        "bias": bias,
-        "initial_state": initial_state,
-        "segments": seg_ids,
-        "cu_seqlens": cu_seqlens,
-    }
-    options = {"activation": activation, "return_state": return_state}
-    return _CAUSAL_CONV1D.invoke(arrays, options, platform=platform, cfg=cfg)
+    arrays, options, run = split(locals(), "x weight bias initial_state segments=seg_ids cu_seqlens")
+    return _CAUSAL_CONV1D.invoke(arrays, options, **run)
 
 
 CausalConv1d = class_api("CausalConv1d", causal_conv1d)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import numpy as np
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_api
@@ -114,32 +114,20 @@ def gated_delta_product(
 
     Source: Siems et al., DeltaProduct: Improving State-Tracking in Linear RNNs via Householder Products, 2025.
     """
+    arrays, options, run = split(
+        locals(),
+        "query key value beta decay initial_state seg_ids cu_seqlens",
+        "steps=num_householder scale=softmax_scale chunked=use_chunked",
+        own="chunk_size",
+    )
     check_given(query=query, key=key, value=value, beta=beta)
     if isinstance(num_householder, bool) or not isinstance(num_householder, (int, np.integer)):
         raise wrong_type("num_householder", repr(num_householder), "an int")
     if num_householder < 1:
         raise invalid("num_householder", num_householder, "a value >= 1")
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "beta": beta,
-        "decay": decay,
-        "initial_state": initial_state,
-        "seg_ids": seg_ids,
-        "cu_seqlens": cu_seqlens,
-    }
-    options = {
-        "steps": int(num_householder),
-        "scale": softmax_scale,
-        "use_qk_l2norm": use_qk_l2norm,
-        "chunked": use_chunked,
-        "return_state": return_state,
-        "platform": platform,
-        "cfg": chunked_by(chunk_size, cfg),
-    }
-    specs: dict[str, Any] = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    return over_mesh(product, arrays, options, positional=tuple(arrays), dims=dims_of(None, cu_seqlens), **specs)
+    options["steps"] = int(num_householder)
+    run["cfg"] = chunked_by(chunk_size, cfg)
+    return over_mesh(product, arrays, options, dims=dims_of(None, cu_seqlens), **run)
 
 
 GatedDeltaProduct = class_api("GatedDeltaProduct", gated_delta_product)

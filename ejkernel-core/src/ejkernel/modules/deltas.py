@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_api
@@ -26,6 +26,9 @@ __all__ = [
     "rwkv7",
     "rwkv7_mul",
 ]
+
+
+_PER_CHANNEL = "kernel_delta_attention takes one per channel"
 
 
 @overload
@@ -133,29 +136,8 @@ def gated_delta_rule(
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule, 2025.
     """
     if decay is not None and getattr(decay, "ndim", 3) != 3:
-        remedy = "kernel_delta_attention takes one per channel"
-        raise invalid("decay", f"shape {tuple(decay.shape)}", "[B,T,H], one per head", remedy=remedy)
-    return kernel_delta_attention(
-        query,
-        key,
-        value,
-        beta,
-        decay=decay,
-        initial_state=initial_state,
-        softmax_scale=softmax_scale,
-        use_qk_l2norm=use_qk_l2norm,
-        use_chunked=use_chunked,
-        return_state=return_state,
-        reverse=reverse,
-        chunk_size=chunk_size,
-        seg_ids=seg_ids,
-        cu_seqlens=cu_seqlens,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+        raise invalid("decay", f"shape {tuple(decay.shape)}", "[B,T,H], one per head", remedy=_PER_CHANNEL)
+    return kernel_delta_attention(**locals())
 
 
 @overload
@@ -245,28 +227,15 @@ def kernel_delta_attention(
 
     Source: Kimi Team, Kimi Linear: An Expressive, Efficient Attention Architecture, 2025.
     """
+    arrays, options, run = split(
+        locals(),
+        "query key value beta decay initial_state seg_ids cu_seqlens",
+        "scale=softmax_scale chunked=use_chunked",
+        own="chunk_size",
+    )
     check_given(query=query, key=key, value=value, beta=beta)
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "beta": beta,
-        "decay": decay,
-        "initial_state": initial_state,
-        "seg_ids": seg_ids,
-        "cu_seqlens": cu_seqlens,
-    }
-    options = {
-        "scale": softmax_scale,
-        "use_qk_l2norm": use_qk_l2norm,
-        "chunked": use_chunked,
-        "reverse": reverse,
-        "return_state": return_state,
-        "platform": platform,
-        "cfg": chunked_by(chunk_size, cfg),
-    }
-    specs: dict[str, Any] = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    return over_mesh(delta, arrays, options, positional=tuple(arrays), dims=dims_of(decay, cu_seqlens), **specs)
+    run["cfg"] = chunked_by(chunk_size, cfg)
+    return over_mesh(delta, arrays, options, dims=dims_of(decay, cu_seqlens), **run)
 
 
 @public()
@@ -315,20 +284,16 @@ def ragged_gated_delta_rule(
 
     Source: the rule as in `gated_delta_rule`; the pool of states is that of continuous batching.
     """
+    arrays, options, run = split(
+        locals(),
+        "query key value beta decay recurrent_state query_start_loc state_indices",
+        "scale=softmax_scale",
+        own="chunk_size",
+    )
     check_given(query=query, key=key, value=value, beta=beta)
     check_starts(query_start_loc, query)
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "beta": beta,
-        "decay": decay,
-        "recurrent_state": recurrent_state,
-        "query_start_loc": query_start_loc,
-        "state_indices": state_indices,
-    }
-    options = {"scale": softmax_scale, "use_qk_l2norm": use_qk_l2norm}
-    return _DELTA_RULE.invoke(arrays, options, platform=platform, cfg=chunked_by(chunk_size, cfg), form=ragged)
+    run["cfg"] = chunked_by(chunk_size, cfg)
+    return _DELTA_RULE.invoke(arrays, options, form=ragged, **run)
 
 
 @overload
@@ -414,12 +379,12 @@ def rwkv7(
 
     Source: Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, 2025.
     """
-    arrays = {"query": r, "decay": w, "key": k, "value": v, "a": a, "b": b}
-    for name, array in zip(("r", "w", "k", "v", "a", "b"), arrays.values(), strict=True):
+    arrays, options, run = split(
+        locals(), "query=r decay=w key=k value=v a b initial_state cu_seqlens", "scale=softmax_scale chunked=use_chunked"
+    )
+    for name, array in zip("rwkvab", arrays.values(), strict=False):
         check_array(name, array, ndim=4)
-    arrays = {**arrays, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    options = {"scale": softmax_scale, "chunked": use_chunked, "reverse": reverse, "return_state": return_state}
-    return _DELTA_RULE.invoke(arrays, options, platform=platform, cfg=cfg)
+    return _DELTA_RULE.invoke(arrays, options, **run)
 
 
 @overload
@@ -502,13 +467,12 @@ def rwkv7_mul(
 
     Source: Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, 2025.
     """
-    for name, array in (("r", r), ("w", w), ("k", k), ("v", v), ("kk", kk), ("a", a)):
-        check_compute(name, array, ndim=4)
+    arrays, options, run = split(locals(), "r w k v kk a initial_state cu_seqlens", "scale=softmax_scale chunked=use_chunked")
+    for name in ("r", "w", "k", "v", "kk", "a"):
+        check_compute(name, arrays[name], ndim=4)
     check_shape("a", a, tuple(kk.shape), "[B,T,H,D] as kk")
-    arrays = {"r": r, "w": w, "k": k, "v": v, "kk": kk, "a": a, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    options = {"scale": softmax_scale, "chunked": use_chunked, "reverse": reverse, "return_state": return_state}
     _DELTA_RULE.check_values({"query": r, "cu_seqlens": cu_seqlens})
-    return _DELTA_RULE.invoke(arrays, options, platform=platform, cfg=cfg, form=by_removal)
+    return _DELTA_RULE.invoke(arrays, options, form=by_removal, **run)
 
 
 GatedDeltaRule = class_api("GatedDeltaRule", gated_delta_rule)

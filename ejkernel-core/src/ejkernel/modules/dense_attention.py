@@ -8,7 +8,7 @@ from typing import Literal, Unpack, overload
 import jax.numpy as jnp
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions import sharded as _sharded
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_api
@@ -17,7 +17,6 @@ from ejkernel.modules._options import FlashAttentionOptions, VarlenOptions
 from ejkernel.modules._paged_flash import attend_over_pages
 from ejkernel.operations.common.dtypes import dtype_name
 from ejkernel.operations.common.options import as_flag
-from ejkernel.operations.flash_attention.bind import as_logits_dtype
 from ejkernel.operations.flash_attention.dropout import as_dropout_rate
 from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, made_bias, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
@@ -158,73 +157,18 @@ def flash_attention(
 
     Source: Dao et al., FlashAttention, 2022; Rabe and Staats, Self-attention does not need O(n^2) memory, 2021.
     """
+    arrays, options, run = split(
+        locals(), "query key value bias softmax_aux mask_info dropout_seed", own="cum_seqlens_q cum_seqlens_k block_tables"
+    )
     if block_tables is not None:
-        return attend_over_pages(
-            {
-                "query": query,
-                "key": key,
-                "value": value,
-                "cum_seqlens_q": cum_seqlens_q,
-                "cum_seqlens_k": cum_seqlens_k,
-                "softmax_aux": softmax_aux,
-                "block_tables": block_tables,
-            },
-            mask_info=mask_info,
-            unserved={
-                "bias": (bias, None),
-                "dropout_prob": (dropout_prob, 0.0),
-                "chunk_size": (chunk_size, None),
-                "normalize_output": (normalize_output, True),
-                "broadcast_dropout": (broadcast_dropout, False),
-                "logits_dtype": (as_logits_dtype(logits_dtype, query.dtype), as_logits_dtype(None, query.dtype)),
-            },
-            causal=causal,
-            causal_alignment=causal_alignment,
-            sliding_window=sliding_window,
-            settings={
-                "softmax_scale": softmax_scale,
-                "logits_soft_cap": logits_soft_cap,
-                "precision": precision,
-                "return_lse": return_lse,
-                "platform": platform,
-                "cfg": cfg,
-            },
-            positional=_POSITIONAL,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-        )
+        arrays |= {"cum_seqlens_q": cum_seqlens_q, "cum_seqlens_k": cum_seqlens_k, "block_tables": block_tables}
+        return attend_over_pages(arrays, options, positional=_POSITIONAL, **run)
     arrays = given_arrays(query, key, value, bias, softmax_aux, mask_info, dropout_seed)
-    options = {
-        "softmax_scale": softmax_scale,
-        "dropout_prob": dropout_prob,
-        "broadcast_dropout": broadcast_dropout,
-        "causal": causal,
-        "causal_alignment": causal_alignment,
-        "sliding_window": sliding_window,
-        "chunk_size": chunk_size,
-        "logits_soft_cap": logits_soft_cap,
-        "normalize_output": normalize_output,
-        "precision": precision,
-        "logits_dtype": logits_dtype,
-        "return_lse": return_lse,
-    }
     form = None
     if cum_seqlens_q is not None or cum_seqlens_k is not None:
         form = packed
         add_packed(arrays, options, cum_seqlens_q, cum_seqlens_k, layout="bthd" if len(query.shape) == 4 else "thd")
-    return _sharded.invoke(
-        _FLASH_ATTENTION,
-        arrays,
-        options,
-        positional=_POSITIONAL,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        form=form,
-        platform=platform,
-        cfg=cfg,
-    )
+    return _sharded.invoke(_FLASH_ATTENTION, arrays, options, positional=_POSITIONAL, form=form, **run)
 
 
 @overload
@@ -344,23 +288,16 @@ def flash_attn_varlen(
 
     Source: Dao, FlashAttention-2, 2023 (variable-length interface).
     """
+    _, options, run = split(
+        locals(),
+        "q k v bias softmax_aux mask_info dropout_seed",
+        "softmax_scale=sm_scale",
+        own="cu_seqlens_q cu_seqlens_k max_seqlens_q max_seqlens_k layout",
+    )
     arrays = given_arrays(q, k, v, bias, softmax_aux, mask_info, dropout_seed)
-    options = {
-        "softmax_scale": sm_scale,
-        "dropout_prob": dropout_prob,
-        "causal": causal,
-        "causal_alignment": causal_alignment,
-        "sliding_window": sliding_window,
-        "chunk_size": chunk_size,
-        "logits_soft_cap": logits_soft_cap,
-        "normalize_output": normalize_output,
-        "precision": precision,
-        "logits_dtype": logits_dtype,
-        "return_lse": return_lse,
-    }
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlens_q", "max_seqlens_k")
     add_packed(arrays, options, cu_seqlens_q, cu_seqlens_k, max_seqlens_q, max_seqlens_k, layout=layout, names=names)
-    return _FLASH_ATTENTION.invoke(arrays, options, platform=platform, cfg=cfg, form=packed)
+    return _FLASH_ATTENTION.invoke(arrays, options, form=packed, **run)
 
 
 @public("bias", "dropout_rng", "softmax_aux")
@@ -422,23 +359,19 @@ def attention(
 
     Source: Vaswani et al., Attention is all you need, 2017, section 3.2.1.
     """
+    _, options, run = split(
+        locals(), "query key value bias softmax_aux mask_info dropout_rng", own="deterministic dtype softmax_dtype init_bias"
+    )
     if init_bias is not None:
         bias = made_bias(bias, init_bias)
     dropout_prob = as_dropout_rate(dropout_prob)
-    options = {
-        "softmax_scale": softmax_scale,
+    options |= {
         "dropout_prob": 0.0 if as_flag("deterministic", deterministic) else dropout_prob,
-        "causal": causal,
-        "causal_alignment": causal_alignment,
-        "sliding_window": sliding_window,
-        "chunk_size": chunk_size,
-        "logits_soft_cap": logits_soft_cap,
-        "precision": precision,
         "logits_dtype": jnp.float32 if softmax_dtype is None else softmax_dtype,
         "output_dtype": None if dtype is None else dtype_name("dtype", dtype),
     }
     arrays = given_arrays(query, key, value, bias, softmax_aux, mask_info, dropout_rng)
-    return _FLASH_ATTENTION.invoke(arrays, options, platform=platform, cfg=cfg, form=with_weights)
+    return _FLASH_ATTENTION.invoke(arrays, options, form=with_weights, **run)
 
 
 FlashAttention = class_api("FlashAttention", flash_attention)

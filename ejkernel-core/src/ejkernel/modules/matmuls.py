@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_api
 from ejkernel.operations.grouped_matmul.interface import OPERATION as _GROUPED_MATMUL
@@ -72,21 +72,8 @@ def grouped_matmul(
     Source: Gale et al., MegaBlocks: Efficient Sparse Training with Mixture-of-Experts, 2022; positional arguments as
         `jax.lax.ragged_dot`.
     """
-    return _GROUPED_MATMUL.invoke(
-        {
-            "lhs": lhs,
-            "rhs": rhs,
-            "group_sizes": group_sizes,
-            "group_offset": group_offset,
-            "existing_out": existing_out,
-            "rhs_scale": rhs_scale,
-            "bias": bias,
-            "lhs_scale": lhs_scale,
-        },
-        {"preferred_element_type": preferred_element_type, "transpose_rhs": transpose_rhs, "precision": precision},
-        platform=platform,
-        cfg=cfg,
-    )
+    arrays, options, run = split(locals(), "lhs rhs group_sizes group_offset existing_out rhs_scale bias lhs_scale")
+    return _GROUPED_MATMUL.invoke(arrays, options, **run)
 
 
 @public()
@@ -149,20 +136,13 @@ def quantized_matmul(
 
     Source: formats as in `ejkernel.quantization.quantize`.
     """
-    _check_hints(fuse, use_best_config, allow_dense_fallback, strict_fuse, tpu_path)
-    return _QUANTIZED_MATMUL.invoke(
-        {
-            "x": x,
-            "w": w,
-            "scales": scales,
-            "zeros": zeros,
-            "group_sizes": group_sizes,
-            "group_offset": group_offset,
-        },
-        {"transpose": transpose, "mode": mode, "bits": bits, "group_size": group_size},
-        platform=platform,
-        cfg=cfg,
+    arrays, options, run = split(
+        locals(),
+        "x w scales zeros group_sizes group_offset",
+        own="fuse use_best_config allow_dense_fallback strict_fuse tpu_path",
     )
+    _check_hints(fuse, use_best_config, allow_dense_fallback, strict_fuse, tpu_path)
+    return _QUANTIZED_MATMUL.invoke(arrays, options, **run)
 
 
 @public()
@@ -203,12 +183,8 @@ def scaled_matmul(
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022.
     """
-    return _SCALED_MATMUL.invoke(
-        {"lhs": lhs, "rhs": rhs, "lhs_scale": lhs_scale, "rhs_scale": rhs_scale},
-        {"transpose_rhs": transpose_rhs, "out_dtype": out_dtype, "precision": precision},
-        platform=platform,
-        cfg=cfg,
-    )
+    arrays, options, run = split(locals(), "lhs rhs lhs_scale rhs_scale")
+    return _SCALED_MATMUL.invoke(arrays, options, **run)
 
 
 def _check_hints(fuse: Any, use_best_config: Any, allow_dense_fallback: Any, strict_fuse: Any, tpu_path: Any) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_api
 from ejkernel.operations.moe_permute.interface import OPERATION as _MOE_PERMUTE, check_choices
@@ -92,16 +92,8 @@ def moe_route(
     Source: Shazeer et al., Outrageously Large Neural Networks, 2017; DeepSeek-AI, DeepSeek-V2, 2024 (groups), and DeepSeek-V3,
         2024 (sigmoid, bias).
     """
-    options = {
-        "k": k,
-        "scoring": scoring,
-        "num_groups": num_groups,
-        "top_groups": top_groups,
-        "normalize": normalize,
-        "scale": scale,
-    }
-    arrays = {"logits": logits, "bias": bias}
-    return MoeRouteOutput(*_MOE_ROUTE.invoke(arrays, options, platform=platform, cfg=cfg))
+    arrays, options, run = split(locals(), "logits bias")
+    return MoeRouteOutput(*_MOE_ROUTE.invoke(arrays, options, **run))
 
 
 @public()
@@ -134,8 +126,8 @@ def moe_permute(
 
     Source: Gale et al., MegaBlocks: Efficient Sparse Training with Mixture-of-Experts, 2022.
     """
-    arrays = {"x": x, "experts": experts}
-    return MoePermuteOutput(*_MOE_PERMUTE.invoke(arrays, {"num_experts": num_experts}, platform=platform, cfg=cfg))
+    arrays, options, run = split(locals(), "x experts")
+    return MoePermuteOutput(*_MOE_PERMUTE.invoke(arrays, options, **run))
 
 
 @public()
@@ -166,8 +158,8 @@ def moe_unpermute(
 
     Source: as `moe_permute`.
     """
-    arrays = {"rows": rows, "positions": positions, "weights": weights}
-    return _MOE_UNPERMUTE.invoke(arrays, {}, platform=platform, cfg=cfg)
+    arrays, options, run = split(locals(), "rows positions weights")
+    return _MOE_UNPERMUTE.invoke(arrays, options, **run)
 
 
 @public(dispatches=False)

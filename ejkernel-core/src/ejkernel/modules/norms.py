@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_api
@@ -68,12 +68,8 @@ def rms_norm(
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """
-    return _RMS_NORM.invoke(
-        {"x": x, "scale": scale, "offset": offset},
-        {"epsilon": epsilon, "axis": axis, "scale_offset": scale_offset},
-        platform=platform,
-        cfg=cfg,
-    )
+    arrays, options, run = split(locals(), "x scale offset")
+    return _RMS_NORM.invoke(arrays, options, **run)
 
 
 @public()
@@ -110,12 +106,8 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016.
     """
-    return _LAYER_NORM.invoke(
-        {"x": x, "scale": scale, "offset": offset},
-        {"epsilon": epsilon, "axis": axis, "scale_offset": scale_offset},
-        platform=platform,
-        cfg=cfg,
-    )
+    arrays, options, run = split(locals(), "x scale offset")
+    return _LAYER_NORM.invoke(arrays, options, **run)
 
 
 @public()
@@ -155,12 +147,8 @@ def fused_add_rms_norm(
 
     Source: name and result as in vLLM and Liger, which also norm the rounded sum; nothing is updated in place.
     """
-    return _ADD_RMS_NORM.invoke(
-        {"x": x, "residual": residual, "scale": scale},
-        {"epsilon": epsilon, "axis": axis, "scale_offset": scale_offset},
-        platform=platform,
-        cfg=cfg,
-    )
+    arrays, options, run = split(locals(), "x residual scale")
+    return _ADD_RMS_NORM.invoke(arrays, options, **run)
 
 
 @public()

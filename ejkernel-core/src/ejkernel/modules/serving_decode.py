@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ejkernel import typing as t
 from ejkernel._dispatch.explanation import capturing
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.call.partition import mesh_of
 from ejkernel.call.records import Bound
 from ejkernel.compositions.mesh import over_mesh
@@ -80,36 +80,21 @@ def decode_attention(
 
     Source: Dao et al., Flash-Decoding for long-context inference, 2023.
     """
+    arrays, options, run = split(
+        locals(),
+        "query key_pages=key_buffer value_pages=value_buffer block_tables=req_to_tokens kv_lens=seq_lens softmax_aux k_scale "
+        "v_scale",
+    )
     page_size = as_count("page_size", page_size, 1)
     if getattr(req_to_tokens, "ndim", 0) == 2:
         room = req_to_tokens.shape[1] * page_size
         check_lengths("seq_lens", seq_lens, room, f"what {req_to_tokens.shape[1]} entries of {page_size} tokens hold")
-    arrays = {
-        "query": query,
-        "key_pages": key_buffer,
-        "value_pages": value_buffer,
-        "block_tables": req_to_tokens,
-        "kv_lens": seq_lens,
-        "softmax_aux": softmax_aux,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
-    options = _paged.settings(
-        softmax_scale=softmax_scale,
-        page_size=page_size,
-        sliding_window=_paged.window_of(sliding_window),
-        chunk_size=chunk_size,
-        logits_soft_cap=logits_soft_cap,
-        return_lse=True,
-        form=_flat_buffer,
-        platform=platform,
-        cfg=cfg,
-    )
-    specs: dict[str, Any] = {"positional": tuple(arrays)[:5], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    specs["derived"] = functools.partial(_paged.scale_specs, "pthd")
+    options |= {"page_size": page_size, "sliding_window": _paged.window_of(sliding_window)}
+    options |= {"return_lse": True, "form": _flat_buffer}
     names = {"kv_lens": "seq_lens", "block_tables": "req_to_tokens"}
+    derived = functools.partial(_paged.scale_specs, "pthd")
     with argument_names(key_pages="key_buffer", value_pages="value_buffer", **names):
-        return over_mesh(_paged.attend, arrays, options, **specs)
+        return over_mesh(_paged.attend, arrays, options, positional=tuple(arrays)[:5], derived=derived, **run)
 
 
 @public("softmax_aux")
@@ -165,6 +150,7 @@ def ragged_decode_attention(
 
     Source: Dao et al., Flash-Decoding for long-context inference, 2023.
     """
+    arrays, options, run = split(locals(), "query key value sequence_start sequence_end softmax_aux k_scale v_scale")
     if sliding_window is not None and not isinstance(sliding_window, (tuple, list)):
         refuse_traced("sliding_window", sliding_window, "a pair (left, right)")
         width = as_count("sliding_window", sliding_window, 1)
@@ -173,29 +159,10 @@ def ragged_decode_attention(
     if getattr(key, "ndim", 0) == 4:
         for name, bounds in (("sequence_start", sequence_start), ("sequence_end", sequence_end)):
             check_lengths(name, bounds, key.shape[1], "the keys of each row")
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "sequence_start": sequence_start,
-        "sequence_end": sequence_end,
-        "softmax_aux": softmax_aux,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
-    options = _paged.settings(
-        softmax_scale=softmax_scale,
-        sliding_window=_paged.window_of(sliding_window),
-        chunk_size=chunk_size,
-        logits_soft_cap=logits_soft_cap,
-        form=_dense_cache,
-        platform=platform,
-        cfg=cfg,
-    )
-    specs: dict[str, Any] = {"positional": tuple(arrays)[:6], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    specs["derived"] = functools.partial(_paged.scale_specs, "pthd")
+    options |= {"sliding_window": _paged.window_of(sliding_window), "form": _dense_cache}
+    derived = functools.partial(_paged.scale_specs, "pthd")
     with argument_names(key_pages="key", value_pages="value"):
-        return over_mesh(_attend_sequences, arrays, options, **specs)
+        return over_mesh(_attend_sequences, arrays, options, positional=tuple(arrays)[:6], derived=derived, **run)
 
 
 def _attend_sequences(**given: Any) -> Any:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import pick, public
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_api
@@ -126,6 +126,11 @@ def page_attention(
 
     Source: Kwon et al., PagedAttention, 2023.
     """
+    given = pick(
+        locals(),
+        "query key_pages=key_cache value_pages=value_cache kv_lens=context_lens block_tables softmax_aux alibi_slopes k_scale "
+        "v_scale chunk_size layout return_lse platform cfg",
+    )
     _check_hints(
         max_context_len=max_context_len,
         num_splits=num_splits,
@@ -137,24 +142,11 @@ def page_attention(
     _check_block_size(block_size, key_cache, layout)
     with argument_names(key_pages="key_cache", value_pages="value_cache", kv_lens="context_lens"):
         return _paged.attend(
-            query=query,
-            key_pages=key_cache,
-            value_pages=value_cache,
-            kv_lens=context_lens,
-            block_tables=block_tables,
-            softmax_aux=softmax_aux,
-            alibi_slopes=alibi_slopes,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            **given,
             softmax_scale=_one_of(softmax_scale=softmax_scale, attn_scale=attn_scale, scale=scale),
             sliding_window=_paged.window_of(sliding_window),
-            chunk_size=chunk_size,
             logits_soft_cap=_one_of(logits_soft_cap=logits_soft_cap, attn_logits_soft_cap=attn_logits_soft_cap),
-            layout=layout,
-            return_lse=return_lse,
             form=_paged.one_token_each,
-            platform=platform,
-            cfg=cfg,
         )
 
 
@@ -249,6 +241,11 @@ def prefill_page_attention(
 
     Source: Agrawal et al., SARATHI: Efficient LLM inference by piggybacking decodes with chunked prefills, 2023.
     """
+    given = pick(
+        locals(),
+        "query key_pages=key_cache value_pages=value_cache context_len page_indices softmax_aux k_scale v_scale softmax_scale "
+        "chunk_size layout return_lse platform cfg",
+    )
     _check_hints(mask_value=mask_value)
     known = known_values(context_len)
     if known is not None and known.size == 1 and getattr(page_indices, "ndim", 0) == 1:
@@ -256,23 +253,10 @@ def prefill_page_attention(
     names = {"kv_lens": "context_len", "block_tables": "page_indices"}
     with argument_names(key_pages="key_cache", value_pages="value_cache", **names):
         return _paged.attend(
-            query=query,
-            key_pages=key_cache,
-            value_pages=value_cache,
-            context_len=context_len,
-            page_indices=page_indices,
-            softmax_aux=softmax_aux,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            softmax_scale=softmax_scale,
+            **given,
             sliding_window=_paged.window_of(sliding_window),
-            chunk_size=chunk_size,
             logits_soft_cap=_one_of(logits_soft_cap=logits_soft_cap, attn_logits_soft_cap=attn_logits_soft_cap),
-            layout=layout,
-            return_lse=return_lse,
             form=_one_request,
-            platform=platform,
-            cfg=cfg,
         )
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import pick, public, split
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid, wrong_type
@@ -80,10 +80,9 @@ def state_space_v1(
 
     Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023.
     """
-    arrays = {"x": hidden_states, "A": A, "B": B, "C": C, "D": D, "dt": dt, "initial_state": initial_state}
-    more = {"dt_bias": dt_bias, "segments": seg_ids, "cu_seqlens": cu_seqlens}
+    arrays = pick(locals(), "x=hidden_states A B C D dt initial_state dt_bias segments=seg_ids cu_seqlens")
     options = {"dt_softplus": as_flag("dt_softplus", dt_softplus)}
-    out, state = _SELECTIVE_SCAN.invoke({**arrays, **more}, options, platform=platform, cfg=cfg, form=_scan)
+    out, state = _SELECTIVE_SCAN.invoke(arrays, options, platform=platform, cfg=cfg, form=_scan)
     activated = activation(act_fn)
     if gate is not None:
         used = _used_gate(gate, out, "[B, T, I]", seg_ids, cu_seqlens)
@@ -159,6 +158,7 @@ def state_space_v2(
     Source: Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
         Duality, 2024.
     """
+    arrays = pick(locals(), "x A B C D dt initial_state dt_bias segments=seg_ids cu_seqlens")
     with_norm = as_flag("use_gated_rmsnorm", use_gated_rmsnorm)
     if with_norm and gate is None:
         raise invalid("use_gated_rmsnorm", True, "a gate with it", remedy="pass gate=, or normalise with rms_norm")
@@ -166,10 +166,8 @@ def state_space_v2(
     order = _norm_order(norm, with_norm)
     finite_number("rmsnorm_eps", rmsnorm_eps, at_least=0)
     check_bounds(cu_seqlens, "x", x)
-    arrays = {"x": x, "A": A, "B": B, "C": C, "D": D, "dt": dt, "initial_state": initial_state}
-    more = {"dt_bias": dt_bias, "segments": seg_ids, "cu_seqlens": cu_seqlens}
     options = {"n_groups": n_groups, "precision": precision, "dt_softplus": as_flag("dt_softplus", dt_softplus)}
-    out, state = _LINEAR_RECURRENCE.invoke({**arrays, **more}, options, platform=platform, cfg=cfg, form=_ssd)
+    out, state = _LINEAR_RECURRENCE.invoke(arrays, options, platform=platform, cfg=cfg, form=_ssd)
     activated = activation(act_fn)
     if gate is None:
         return out, state, conv_state
@@ -387,8 +385,8 @@ def rwkv4(
 
     Source: Peng et al., RWKV: Reinventing RNNs for the Transformer Era, 2023.
     """
-    arrays = {"w": w, "u": u, "k": k, "v": v, "state": state}
-    return _RWKV4.invoke(arrays, {"return_state": return_state}, platform=platform, cfg=cfg)
+    arrays, options, run = split(locals(), "w u k v state")
+    return _RWKV4.invoke(arrays, options, **run)
 
 
 StateSpaceV1 = class_api("StateSpaceV1", state_space_v1)
