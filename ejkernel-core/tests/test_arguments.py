@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import ejkernel
 from ejkernel import modules
 from ejkernel._pipeline import arguments
 from ejkernel._pipeline.arguments import pick, public, split
+from ejkernel._pipeline.documentation import ARGUMENTS, ERRORS, completed
 from ejkernel._plugins.catalog import FACADES, FUNCTIONS, HELPERS
 from ejkernel.operations import OPERATIONS, get_operation
 
@@ -133,6 +135,56 @@ def test_errors_from_inside_stay_what_they_are():
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_function_is_found_where_it_says(name):
     assert pickle.loads(pickle.dumps(PUBLIC[name])) is PUBLIC[name]
+
+
+REFERRING = {"gla", "lightning_attn", "recurrent"}
+"""Functions whose docstring refers to another's for arguments."""
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in REFERRING])
+def test_a_docstring_has_what_all_have_in_common(name):
+    text = inspect.getdoc(PUBLIC[name])
+    own = inspect.signature(inspect.unwrap(PUBLIC[name])).parameters
+    for argument in [name for name in ARGUMENTS if name in own]:
+        assert len(re.findall(rf"^    (?:\w+,\s+)*{argument}\b[^:]*:", text, re.MULTILINE)) == 1, argument
+    for error in ERRORS if "platform" in own else ():
+        assert len(re.findall(rf"^    (?:\w+, )*{error}\b[^:]*:", text, re.MULTILINE)) == 1, error
+    classes = [one for one in CLASSES.values() if one.function is PUBLIC[name]]
+    assert all(one.__doc__ == PUBLIC[name].__doc__ for one in classes)
+
+
+def test_common_entries_stand_in_the_order_of_arguments():
+    text = """Sum.
+
+        Args:
+            a: numbers.
+            mesh: devices.
+
+        Source: a book.
+        """
+    assert (
+        completed(text, ["a", "platform", "cfg", "mesh"])
+        == f"""Sum.
+
+Args:
+    a: numbers.
+    platform: {ARGUMENTS["platform"]}
+    cfg: {ARGUMENTS["cfg"]}
+    mesh: devices.
+
+Raises:
+    ValueError: {ERRORS["ValueError"]}
+    TypeError: {ERRORS["TypeError"]}
+    NoKernelError: {ERRORS["NoKernelError"]}
+
+Source: a book."""
+    )
+    raising = "Sum.\n\nArgs:\n    a: numbers.\n    platform: its own.\n\nRaises:\n    TypeError: its own."
+    more = f"    ValueError: {ERRORS['ValueError']}\n    TypeError: its own.\n    NoKernelError: {ERRORS['NoKernelError']}"
+    assert completed(raising, ["a", "platform"]) == raising.replace("    TypeError: its own.", more)
+    assert completed("Sum of numbers.", ["a", "platform"]) == "Sum of numbers."
+    assert completed("Sum.\n\nArgs:\n    a: numbers.", ["a"]) == "Sum.\n\nArgs:\n    a: numbers."
 
 
 def test_arguments_in_three_parts():

@@ -9,6 +9,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from ejkernel._pipeline.documentation import completed
 from ejkernel._pipeline.typecheck import checked
 from ejkernel._pipeline.values import check_values, symbolic_size
 from ejkernel.errors import suggestion, warn
@@ -105,7 +106,7 @@ def public(*formerly_positional: str, dispatches: bool = True) -> Callable[[Func
     """Make a function public: keywords that it does not have are refused with the name of the one that is meant, and NumPy
     integers that JAX would wrap are narrowed.
 
-    With `EJKERNEL_TYPECHECK=1` its annotations are checked, too.
+    With `EJKERNEL_TYPECHECK=1` its annotations are checked, too. What all docstrings have in common is added to its own.
 
     Args:
         formerly_positional: keyword-only arguments that callers of older versions pass by position, in that order.
@@ -142,6 +143,8 @@ def public(*formerly_positional: str, dispatches: bool = True) -> Callable[[Func
                 raise
 
         setattr(call, DISPATCHES, dispatches)
+        if function.__doc__:  # which python -OO leaves out
+            call.__doc__ = completed(function.__doc__, names)
         return call  # pyright: ignore[reportReturnType]
 
     return decorate

@@ -103,8 +103,6 @@ def lightning_attention(
         softmax_scale: factor of the output; None = `1 / sqrt(D)`. MiniMax's models have none: pass 1.
         reverse: run every sequence from its last token to its first.
         return_state: also return the last state.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
         in_specs: with mesh, one PartitionSpec or None for each of query, key, value, initial_state, cu_seqlens; the decays follow
             the heads of query.
@@ -115,8 +113,6 @@ def lightning_attention(
 
     Raises:
         ValueError: a shape, layer_idx, num_layers or slopes does not fit.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Qin et al., Lightning Attention-2: A Free Lunch for Handling Unlimited Sequence Lengths in Large Language Models, 2024;
         MiniMax-01: Scaling Foundation Models with Lightning Attention, 2025.
@@ -210,8 +206,6 @@ def retention(
         softmax_scale: factor of the output; None = `1 / sqrt(D)`.
         reverse: run every sequence from its last token to its first.
         return_state: also return the last state.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
         in_specs: with mesh, one PartitionSpec or None for each of query, key, value, initial_state, cu_seqlens; the decays follow
             the heads of query.
@@ -219,11 +213,6 @@ def retention(
 
     Returns:
         `[B,T,H,V]`; with return_state a tuple with the last state, float32.
-
-    Raises:
-        ValueError: a shape does not fit.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Sun et al., Retentive Network: A Successor to Transformer for Large Language Models, 2023.
     """

@@ -91,8 +91,6 @@ def causal_conv1d(
             starts from initial_state.
         cu_seqlens: integers `[n + 1]`, not decreasing, from 0 to at most T; may be traced; B = 1. Sequence i is the tokens
             from cu_seqlens[i] to cu_seqlens[i + 1]; tokens after the last one take no part, whatever they hold, and get 0.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[B,T,C]` in the dtype of x, summed in float32; with return_state a pair with the state, shaped like initial_state.
@@ -100,8 +98,6 @@ def causal_conv1d(
     Raises:
         ValueError: a shape or an activation does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends
             beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Fu et al., Hungry Hungry Hippos: Towards Language Modeling with State Space Models, 2023 (the shift); Gu and Dao,
     Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023.

@@ -101,7 +101,7 @@ def gated_delta_product(
         softmax_scale, use_qk_l2norm, use_chunked, return_state: as in `gated_delta_rule`.
         chunk_size: steps, not tokens, of one chunk; the same as `cfg={"chunk_size": chunk_size}`.
         seg_ids, cu_seqlens: of tokens, as in `gated_delta_rule`.
-        platform, cfg, mesh, in_specs, out_specs: as in `gated_delta_rule`.
+        mesh, in_specs, out_specs: as in `gated_delta_rule`.
 
     Returns:
         `[B,T,H,V]` in the dtype of value; with return_state a pair with the state `[B,H,D,V]` (`[m,H,D,V]`), float32.
@@ -109,8 +109,6 @@ def gated_delta_product(
     Raises:
         ValueError: a shape does not fit, num_householder is below 1, or cu_seqlens (if concrete) decreases, does not start at 0
             or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Siems et al., DeltaProduct: Improving State-Tracking in Linear RNNs via Householder Products, 2025.
     """

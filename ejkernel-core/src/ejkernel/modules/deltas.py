@@ -118,7 +118,6 @@ def gated_delta_rule(
             neighbours; the first token that takes part starts from initial_state.
         cu_seqlens: integers `[n + 1]`, not decreasing, from 0 to at most T; may be traced; B = 1. Sequence i is the tokens
             from cu_seqlens[i] to cu_seqlens[i + 1]; tokens after the last one take no part, whatever they hold, and get 0.
-        platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation: its dataclass, or a mapping of its fields.
         mesh: a mesh over which to split batch and heads, alike in all arrays, with in_specs and out_specs.
         in_specs: a PartitionSpec or None for each of query, key, value, beta, decay, initial_state, seg_ids, cu_seqlens; the
@@ -130,8 +129,6 @@ def gated_delta_rule(
 
     Raises:
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule, 2025.
     """
@@ -215,15 +212,13 @@ def kernel_delta_attention(
         decay: `[B,T,K,D]`, or `[B,T,K]` for one per head, or None.
         softmax_scale, use_qk_l2norm, use_chunked, return_state, reverse, chunk_size, seg_ids, cu_seqlens: as in
             `gated_delta_rule`.
-        platform, cfg, mesh, in_specs, out_specs: as in `gated_delta_rule`.
+        mesh, in_specs, out_specs: as in `gated_delta_rule`.
 
     Returns:
         As `gated_delta_rule`.
 
     Raises:
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Kimi Team, Kimi Linear: An Expressive, Efficient Attention Architecture, 2025.
     """
@@ -271,7 +266,6 @@ def ragged_gated_delta_rule(
         state_indices: integers `[R]`, the slot of each request; may be traced. Requests that have tokens must have different
             slots. One whose slot is not in the pool (-1) starts from zeros and its state is not stored.
         softmax_scale, use_qk_l2norm, chunk_size: as in `gated_delta_rule`.
-        platform, cfg: as in `gated_delta_rule`.
 
     Returns:
         `[N,H,V]` in the dtype of value, and the pool with the slots of the requests that have tokens replaced; under `jit`
@@ -280,7 +274,6 @@ def ragged_gated_delta_rule(
     Raises:
         ValueError: a shape does not fit, or query_start_loc (if concrete) decreases, does not start at 0 or ends beyond N.
         TypeError: an argument is missing, or a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: the rule as in `gated_delta_rule`; the pool of states is that of continuous batching.
     """
@@ -367,15 +360,12 @@ def rwkv7(
         b: `[B,T,H,D]`.
         softmax_scale: factor of the result; None = `1 / sqrt(D)`; models of RWKV-7 want 1.
         initial_state, reverse, cu_seqlens, return_state, use_chunked: as in `gated_delta_rule`.
-        platform, cfg: as in `gated_delta_rule`.
 
     Returns:
         As `gated_delta_rule`.
 
     Raises:
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, 2025.
     """
@@ -455,15 +445,12 @@ def rwkv7_mul(
         kk: `[B,T,H,D]`, what is removed, usually of length 1.
         a: `[B,T,H,D]`, how much of each channel is removed, usually 0 to 1.
         softmax_scale, initial_state, reverse, cu_seqlens, return_state, use_chunked: as in `rwkv7`.
-        platform, cfg: as in `gated_delta_rule`.
 
     Returns:
         As `gated_delta_rule`.
 
     Raises:
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, 2025.
     """

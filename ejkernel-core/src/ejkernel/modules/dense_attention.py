@@ -140,8 +140,6 @@ def flash_attention(
         precision: of the matrix products: None for the full precision of the dtype, a `jax.lax.Precision`, or its name.
         logits_dtype: dtype the logits are rounded to; float32 (float64 for float64 inputs) means no rounding.
         return_lse: return the log-sum-exp too.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split. mask_info is split along.
         in_specs: one PartitionSpec or None for each of query, key, value, bias, cum_seqlens_q, cum_seqlens_k, softmax_aux,
             block_tables; bias and softmax_aux follow the query without.
@@ -149,11 +147,6 @@ def flash_attention(
 
     Returns:
         `[B, T, H, V]` in the query's dtype; with `return_lse` also float32 `[B, T, H]`, natural logarithm, differentiable.
-
-    Raises:
-        ValueError: shapes, values or settings that do not fit or contradict each other.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Dao et al., FlashAttention, 2022; Rabe and Staats, Self-attention does not need O(n^2) memory, 2021.
     """
@@ -274,8 +267,6 @@ def flash_attn_varlen(
             logits_soft_cap, dropout_prob, dropout_seed, normalize_output, precision, logits_dtype, return_lse.
         causal_alignment: "top_left" (None): the first query of a sequence is at its first key; "bottom_right": the last at
             its last.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         Like q with the values' head size; with `return_lse` also float32 without the last axis.
@@ -283,8 +274,6 @@ def flash_attn_varlen(
     Raises:
         ValueError: as `flash_attention`; cumulative lengths that are known and do not start at 0, decrease, or exceed the
             tokens or the given maximum.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Dao, FlashAttention-2, 2023 (variable-length interface).
     """
@@ -346,16 +335,9 @@ def attention(
         softmax_scale: factor on the products; None means `1 / sqrt(D)`.
         init_bias: makes the bias when `bias` is None.
         causal, causal_alignment, sliding_window, chunk_size, logits_soft_cap, precision: see `flash_attention`.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         Output `[B, T, H, V]` and weights `[B, H, T, S]`, both differentiable.
-
-    Raises:
-        ValueError: shapes, values or settings that do not fit or contradict each other.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Vaswani et al., Attention is all you need, 2017, section 3.2.1.
     """

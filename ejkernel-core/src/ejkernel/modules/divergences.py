@@ -87,8 +87,6 @@ def fused_kl_divergence(
         beta: weight of the teacher in the mixture, in [0, 1]; for "jsd" alone, None means 0.5. By convention 0 is "forward" and
             1 is "reverse": the limits of the divergence divided by beta and by 1 - beta, where its own limit is 0.
         precision: of the products with the heads; None = full precision of the dtype.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: make the `jax.shard_map` here; tokens may be split, the vocabulary may not; sums then run over all tokens.
         in_specs: one PartitionSpec or None for each of student_logits, teacher_logits, weights, student_hidden, student_head,
             teacher_hidden, teacher_head, attention_mask; the last may be left out.
@@ -96,11 +94,6 @@ def fused_kl_divergence(
 
     Returns:
         `KLDivergenceOutput(loss, weight_sum)` in float32: scalars, or `[...]` loss with reduction "none".
-
-    Raises:
-        ValueError: shapes, values or settings that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, 2015; Agarwal et al., On-Policy Distillation
         of Language Models, 2024 (reverse and jsd).

@@ -33,16 +33,9 @@ def gated_linear_unit(
         alpha: silu is `x * sigmoid(alpha * x)`.
         limit: at least 0; None = none.
         up_offset: added to up.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[..., F]` in the dtype of gate. Float32 inside, rounded once; backward forms the activation again from gate and up.
-
-    Raises:
-        ValueError: a shape or value does not fit.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Shazeer, GLU variants improve transformer, 2020. alpha=1.702, limit=7, up_offset=1 are those of gpt-oss, which
         stores gate and up interleaved: pass `x[..., ::2], x[..., 1::2]`.

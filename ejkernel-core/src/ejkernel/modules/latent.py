@@ -72,16 +72,9 @@ def flash_mla(
         mask_info, bias, softmax_aux, sliding_window, chunk_size, logits_soft_cap, dropout_prob, dropout_seed, precision: see
             `flash_attention`.
         absorbed: compute the absorbed form.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[B, T, H, V]` in the query's dtype. All floating arguments have gradients.
-
-    Raises:
-        ValueError: shapes, values or settings that do not fit or contradict each other.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: DeepSeek-AI, DeepSeek-V2, 2024, section 2.1; the names of the arguments as in SGLang's and EasyDeL's latent attention.
     """

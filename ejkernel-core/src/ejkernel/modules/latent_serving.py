@@ -78,16 +78,10 @@ def multi_latent_ragged_page_attention(
         q_scale: factor of what queries_nope and queries_pe hold; a number or scalar array; None is 1.
         k_scale: rows are stored divided by it and read multiplied by it; a number or scalar array; None is 1.
         v_scale: factor of the stored latents as values; None means k_scale, which is what they were divided by.
-        platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the attention.
 
     Returns:
         `[N, H, r]` in the queries' dtype, still to be multiplied with the value projection, and the cache.
-
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: DeepSeek-AI, DeepSeek-V2, 2024, section 2.1.2 (absorption); Jiang et al., Ragged Paged Attention, 2025 (layout).
     """

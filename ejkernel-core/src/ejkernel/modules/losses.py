@@ -105,8 +105,6 @@ def fused_cross_entropy(
         vocab_parallel_axis: mesh axis, or axes, over which the vocabulary of logits, or of head and bias, is split. With `mesh`
             it is read off in_specs where it is not given.
         precision: of the products with the head; None = full precision of the dtype.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: make the `jax.shard_map` here; sums then run over all tokens. Inside a `shard_map` of one's own, reductions are
             over this device's tokens.
         in_specs: one PartitionSpec or None for each of logits, targets, weights, hidden, lm_head_weight, lm_head_bias,
@@ -118,8 +116,6 @@ def fused_cross_entropy(
 
     Raises:
         ValueError: shapes, values or settings that do not fit; a known label outside of the vocabulary.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024; z-loss: Chowdhery et al., PaLM, 2022.
     """
@@ -190,8 +186,6 @@ def token_logprobs(
         vocab_parallel_axis: mesh axis, or axes, over which the vocabulary of logits, or of head and bias, is split. With `mesh`
             it is read off in_specs where it is not given.
         precision: of the products with the head; None = full precision of the dtype.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: make the `jax.shard_map` here.
         in_specs: one PartitionSpec or None for each of hidden, lm_head_weight, targets, logits, lm_head_bias, attention_mask;
             the last may be left out.
@@ -203,7 +197,6 @@ def token_logprobs(
     Raises:
         ValueError: shapes, values or settings that do not fit; a known target outside of the vocabulary.
         TypeError: a wrong type or dtype, or a gradient by temperature.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024; uses: Rafailov et al., Direct Preference
         Optimization, 2023; Shao et al., DeepSeekMath (GRPO), 2024.

@@ -76,7 +76,6 @@ def mamba3(
         dt_bias: `[H]`, added to dt in float32; None = 0.
         dt_softplus: dt becomes `log(1 + exp(dt))`, after the bias.
         precision: of the products; None = full precision of the dtype.
-        platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation of `linear_recurrence`.
 
     Returns:
@@ -84,8 +83,6 @@ def mamba3(
 
     Raises:
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Mamba-3: Improved Sequence Modeling using State Space Principles, 2026.
     """

@@ -58,16 +58,12 @@ def grouped_matmul(
         lhs_scale: `[M]`, or one number; multiplies the summed products in float32. None = 1.
         transpose_rhs: rhs is `[G,N,K]`.
         precision: of the products; None = full precision of the common dtype.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[M,N]`.
 
     Raises:
         ValueError: a shape does not fit, or group_sizes (if concrete) are negative or sum to more than M.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Gale et al., MegaBlocks: Efficient Sparse Training with Mixture-of-Experts, 2022; positional arguments as
         `jax.lax.ragged_dot`.
@@ -121,8 +117,6 @@ def quantized_matmul(
         group_sizes: integers `[G]`, >= 0, sum at most M, rows of x for each matrix; may be traced. `[S]` with S >= G beside
             group_offset. None: one matrix for all rows.
         group_offset: integer, may be traced: w holds the matrices of the groups from this one on; None = 0.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[..., N]`, like x; 0 for rows without a matrix, past the sum of the sizes or of groups held elsewhere. Differentiable in x,
@@ -132,7 +126,6 @@ def quantized_matmul(
         ValueError: shapes do not belong together, a value is not one of these, or group_sizes (if concrete) are negative or sum
             to more than M.
         TypeError: a dtype or type does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: formats as in `ejkernel.quantization.quantize`.
     """
@@ -170,16 +163,9 @@ def scaled_matmul(
         transpose_rhs: rhs is `[N,K]`.
         out_dtype: float32, bfloat16 or float16; None = bfloat16.
         precision: None and "highest" sum in float32; "default" lets Hopper's tensor cores sum float8 in fewer bits.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[..., N]`.
-
-    Raises:
-        ValueError: a shape does not fit.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022.
     """

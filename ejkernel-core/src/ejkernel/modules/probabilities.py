@@ -32,16 +32,12 @@ def softmax(
         axis: the axis or axes over which the result sums to 1; None = all of them.
         where: bool, broadcastable to x; None means everywhere.
         scale: factor on x, for example 1 / temperature; may be traced, and then has a gradient.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         Like x. Computed in float32 inside.
 
     Raises:
-        ValueError: a shape, axis or value does not fit.
         TypeError: x is not of a floating type, or where is not bool.
-        NoKernelError: no admitted platform supports the call.
 
     Source: argument names as `jax.nn.softmax`; the stable form is in Milakov and Gimelshein, Online normalizer calculation
         for softmax, 2018.

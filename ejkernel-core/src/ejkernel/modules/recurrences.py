@@ -124,8 +124,6 @@ def recurrent_attention(
         softmax_scale: factor of the output; None = `1 / sqrt(D)`.
         reverse: run every sequence from its last token to its first.
         return_state: also return the last state.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
         in_specs: with mesh, one PartitionSpec or None for each of query, key, value, g, g_gamma, gk, gv, initial_state,
             cu_seqlens.
@@ -136,8 +134,6 @@ def recurrent_attention(
 
     Raises:
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2023.
     """
@@ -225,19 +221,12 @@ def gla_attention(
         softmax_scale: factor of the output; None = `1 / sqrt(D)`.
         reverse: run every sequence from its last token to its first.
         return_state: also return the last state.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
         in_specs: with mesh, one PartitionSpec or None for each of query, key, value, g, g_gamma, initial_state, cu_seqlens.
         out_specs: with mesh, a PartitionSpec, or a tuple of two with return_state.
 
     Returns:
         `[B,T,H,V]`; with return_state a tuple with the last state, float32.
-
-    Raises:
-        ValueError: a shape does not fit.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2023.
     """
@@ -325,16 +314,9 @@ def rwkv6(
         softmax_scale: factor of the output; None = `1 / sqrt(D)`. RWKV's own models use 1.
         reverse: run every sequence from its last token to its first.
         return_state: also return the last state.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[B,T,H,V]`; with return_state a tuple with the last state, float32.
-
-    Raises:
-        ValueError: a shape does not fit.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, 2024.
     """

@@ -134,8 +134,6 @@ def ring_attention(
         `[B, T, H, V]` in the query's dtype; with `return_lse` also float32 `[B, T, H]`, natural logarithm, differentiable.
 
     Raises:
-        ValueError: shapes, values or settings that do not fit or contradict each other.
-        TypeError: a wrong type or dtype.
         NoKernelError: no admitted platform supports the local attention.
 
     Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers for Near-Infinite Context, 2023; zigzag order:

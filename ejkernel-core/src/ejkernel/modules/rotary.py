@@ -39,8 +39,6 @@ def rope(
         interleaved: pairs are channels (2i, 2i + 1), as in GPT-J, instead of (i, i + rotary_dim / 2), as in Llama. cos and sin
             per channel must then be in that order too.
         layout: "BTHD", or "BHTD" if x is `[B,H,T,D]` or `[H,N,D]`.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         Like x. Computed in float32 inside; cos and sin have gradients too.
@@ -48,7 +46,6 @@ def rope(
     Raises:
         ValueError: a shape or value does not fit, or cos or sin (if concrete) are in the order of the other kind of pairs.
         TypeError: not an array of a floating type.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
     """
@@ -81,8 +78,6 @@ def llama_rope(
         interleaved: pairs are channels (2i, 2i + 1), as in GPT-J, instead of (i, i + rotary_dim / 2), as in Llama. cos and sin
             per channel must then be in that order too.
         layout: "BTHD", or "BHTD" if q and k are `[B,heads,T,D]` or `[heads,N,D]`.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         q and k, rotated, each in its own dtype. Computed in float32 inside; cos and sin have gradients too.
@@ -90,7 +85,6 @@ def llama_rope(
     Raises:
         ValueError: a shape or value does not fit, or cos or sin (if concrete) are in the order of the other kind of pairs.
         TypeError: not an array of a floating type.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
     """
@@ -136,8 +130,6 @@ def fused_qk_norm_rope(
         interleaved: pairs are channels (2i, 2i + 1), as in GPT-J, instead of (i, i + rotary_dim / 2), as in Llama. cos and sin
             per channel must then be in that order too.
         layout: "BTHD", or "BHTD" if q and k are `[B,heads,T,D]` or `[heads,N,D]`.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         q and k, each in its own dtype. Computed in float32 inside; the scales, cos and sin have gradients too.
@@ -145,7 +137,6 @@ def fused_qk_norm_rope(
     Raises:
         ValueError: a shape or value does not fit, or cos or sin (if concrete) are in the order of the other kind of pairs.
         TypeError: not an array of a floating type.
-        NoKernelError: no admitted platform supports the call.
 
     Source: the kernel of this name in TensorRT-LLM and vLLM, here with cos and sin as arguments and with gradients.
     """

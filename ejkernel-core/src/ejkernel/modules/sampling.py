@@ -88,16 +88,12 @@ def sample_tokens(
         min_p: in [0, 1]: keep those at least that probable, next to the most probable. None = 0.
         token_mask: bool, broadcastable to logits: True = may be drawn. What others hold, NaN included, does not matter.
         return_logprobs: also return the log-probability with which each token was drawn: after temperature and filters.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         int32 `[...]`; with return_logprobs also float32 `[...]`, NaN beside -1.
 
     Raises:
-        ValueError: a shape or value does not fit.
         TypeError: a dtype does not fit, or the call is differentiated.
-        NoKernelError: no admitted platform supports the call.
 
     Source: order of the filters as in Hugging Face transformers; vLLM applies min_p before top_k. Nucleus sampling (top_p):
         Holtzman et al., 2020; min_p: Nguyen et al., 2024.

@@ -126,19 +126,12 @@ def unified_attention(
         layout: of the caches: "pthd" as above, "phtd" for `[pages, K, page_size, D]`, "hptd" for `[K, pages, page_size, D]`.
         precision: of the matrix products; None for the full precision of the dtype.
         return_lse: return the log-sum-exp too.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: run inside `jax.shard_map` on this mesh; heads may be split.
         in_specs: one PartitionSpec or None for each array up to softmax_aux, in order.
         out_specs: PartitionSpec of the output, or a pair of them with `return_lse`.
 
     Returns:
         `[N, H, V]` in the queries' dtype; with `return_lse` also float32 `[N, H]`, natural logarithm, sinks included.
-
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Kwon et al., Efficient memory management for large language model serving with PagedAttention, 2023.
     """
@@ -196,17 +189,10 @@ def ragged_page_attention_v2(
         optimized: hint: prefer a platform's faster variant, if it has two.
         mask_value: hint: the logit that a platform may give to hidden pairs; they have no weight whatever it is.
         vmem_limit_bytes: hint: memory that a TPU kernel may use.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh, in_specs, out_specs: see `unified_attention`.
 
     Returns:
         `[N, H, D]` in the queries' dtype.
-
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Jiang et al., Ragged Paged Attention, JAX's Pallas kernels for TPU, 2025 (the layout of the cache).
     """

@@ -64,19 +64,12 @@ def decode_attention(
         chunk_size: see `unified_attention`; a multiple of page_size.
         logits_soft_cap: c > 0.
         softmax_aux: sinks, see `unified_attention`, as are k_scale and v_scale.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: run inside `jax.shard_map` on this mesh; requests and heads may be split.
         in_specs: one PartitionSpec or None for each positional array, in order.
         out_specs: PartitionSpecs of the two results.
 
     Returns:
         `[R, H, V]` in the query's dtype, and float32 `[R, H]`, natural logarithm, sinks included.
-
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Dao et al., Flash-Decoding for long-context inference, 2023.
     """
@@ -134,19 +127,12 @@ def ragged_decode_attention(
         logits_soft_cap: c > 0.
         k_scale: factor of stored keys: a number, a scalar array, `[K]`, or `[B, S, K]` for each stored row; None is 1.
         v_scale: the same for values.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split.
         in_specs: one PartitionSpec or None for each array up to softmax_aux, in order.
         out_specs: PartitionSpec of the output.
 
     Returns:
         Like query, with the values' head size.
-
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Dao et al., Flash-Decoding for long-context inference, 2023.
     """

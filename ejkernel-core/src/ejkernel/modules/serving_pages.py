@@ -113,16 +113,9 @@ def page_attention(
         max_context_len: hint: the longest context that a platform need expect; longer ones are computed all the same.
         num_splits: hint: into how many parts a platform may split a context; None or 0 lets it choose.
         pages_per_compute_block, megacore_mode, inline_seq_dim, mask_value: hints to kernels of TPUs. No hint changes the result.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[R, H, V]` in the query's dtype; with `return_lse` also float32 `[R, H]`.
-
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Kwon et al., PagedAttention, 2023.
     """
@@ -228,16 +221,9 @@ def prefill_page_attention(
         layout: "hptd" as above, "phtd" for `[pages, K, page_size, D]`, "pthd" for `[pages, page_size, K, D]`, the layout of
             `unified_attention` and `paged_cache_update`. It is never guessed from sizes.
         mask_value: hint to kernels of TPUs; it does not change the result.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[C, H, V]` in the query's dtype; with `return_lse` also float32 `[C, H]`.
-
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Agrawal et al., SARATHI: Efficient LLM inference by piggybacking decodes with chunked prefills, 2023.
     """

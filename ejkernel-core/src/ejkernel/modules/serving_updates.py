@@ -101,16 +101,10 @@ def paged_cache_update(
             dtype, and the scale is stored here. Attention reads it as its `k_scale`.
         v_scale_cache: the same for values; both or neither.
         layout: of the caches: "pthd" as above, "phtd" for `[pages, K, page_size, D]`, "hptd" for `[K, pages, page_size, D]`.
-        platform: None or "auto", one platform, or several in order of preference.
 
     Returns:
         The caches; after them those of scales, where they are given. Gradients reach keys, values, scales and what was not
         overwritten, unless pages are int8 or float8.
-
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Kwon et al., PagedAttention, 2023.
     """
@@ -182,17 +176,11 @@ def chunked_prefill_paged_decode(
         alibi_slopes: see `unified_attention`, as are softmax_aux, softmax_scale, causal, sliding_window, chunk_size,
             logits_soft_cap and precision.
         k_scale: keys are stored divided by it and read multiplied by it; see `paged_cache_update`, as for v_scale and layout.
-        platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the attention.
         mesh, in_specs, out_specs: see `unified_attention`; three results.
 
     Returns:
         `[N, H, V]` in the queries' dtype, and the two caches.
-
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Agrawal et al., SARATHI, 2023; Yu et al., Orca (continuous batching), 2022.
     """
@@ -254,17 +242,11 @@ def ragged_page_attention_v3(
         k_scale: keys are stored divided by it and read multiplied by it; see `paged_cache_update`, as for v_scale.
         q_scale: refused unless None: queries are multiplied in their own dtype.
         vmem_limit_bytes: hint: memory that a TPU kernel may use; never changes results.
-        platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the attention.
         mesh, in_specs, out_specs: see `unified_attention`; two results.
 
     Returns:
         `[N, H, D]` in the queries' dtype, and the cache.
-
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Jiang et al., Ragged Paged Attention, kernels for TPU, 2025 (the layout of the cache).
     """

@@ -102,11 +102,6 @@ def native_sparse_attention(
     Returns:
         `[B, T, H, V]` in the query's dtype. A query that sees nothing in a branch gets 0 from it.
 
-    Raises:
-        ValueError: a shape or a value does not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Yuan et al., Native Sparse Attention, 2025 (with means as its compression).
     """
     arrays, options, run = split(
@@ -250,17 +245,10 @@ def apply_native_sparse_attention(
         softmax_scale: factor on the products; None = `1 / sqrt(D)`.
         cu_seqlens: integers `[n + 1]`, cumulative lengths of packed sequences, with B = 1; may be traced.
         return_lse: return the log-sum-exp too.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[B, T, H, V]` in the query's dtype, 0 for a query that names no block; with `return_lse` also float32 `[B, T, H]`,
         natural logarithm, -inf there, differentiable.
-
-    Raises:
-        ValueError: a shape or a value does not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Yuan et al., Native Sparse Attention, 2025, section 3.3.2.
     """

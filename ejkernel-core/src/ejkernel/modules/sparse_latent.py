@@ -89,11 +89,6 @@ def deepseek_attn(
     Returns:
         `[B, T, H, V]` in the query's dtype.
 
-    Raises:
-        ValueError: a shape or a value does not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: DeepSeek-AI, DeepSeek-V3.2, 2025, section 2.1; DeepSeek-V2, 2024, section 2.1 (latent attention).
     """
     arrays, options, run = split(

@@ -67,16 +67,12 @@ def state_space_v1(
             neighbours; the first token that takes part starts from initial_state.
         cu_seqlens: integers `[n + 1]`, not decreasing, from 0 to at most T; may be traced; B = 1. Sequence i is the tokens
             from cu_seqlens[i] to cu_seqlens[i + 1]; tokens after the last one take no part, whatever they hold, and get 0.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         y `[B,T,I]` in the dtype of hidden_states, the last state in float32, shaped like initial_state, and conv_state.
 
     Raises:
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023.
     """
@@ -144,7 +140,6 @@ def state_space_v2(
         dt_softplus: dt becomes `log(1 + exp(dt))`, after the bias.
         seg_ids, cu_seqlens: where sequences end, as for `state_space_v1`.
         precision: of the products; None = full precision of the dtype.
-        platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation of the recurrence.
 
     Returns:
@@ -152,8 +147,6 @@ def state_space_v2(
 
     Raises:
         ValueError: a shape does not fit, use_gated_rmsnorm without a gate, or a weight or groups of the norm without its order.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
         Duality, 2024.
@@ -372,16 +365,9 @@ def rwkv4(
         state: `[B,3,C]`: numerator and denominator, both divided by `exp` of the third, the exponent; None = nothing seen, which
             is `(0, 0, -1e30)`.
         return_state: also return the last state.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[B,T,C]` in the dtype of v; with return_state a tuple with the last state `[B,3,C]` in float32.
-
-    Raises:
-        ValueError: a shape does not fit.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Peng et al., RWKV: Reinventing RNNs for the Transformer Era, 2023.
     """

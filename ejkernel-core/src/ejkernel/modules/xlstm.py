@@ -55,7 +55,6 @@ def mlstm(
         forget_activation: "sigmoid", or "exp", for which forget_gate is the logarithm of f.
         softmax_scale: factor of query; None = `1 / sqrt(D)`.
         epsilon: added to the divisor, >= 0.
-        platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation of `linear_recurrence`.
 
     Returns:
@@ -64,8 +63,6 @@ def mlstm(
 
     Raises:
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Beck et al., xLSTM: Extended Long Short-Term Memory, 2024; xLSTM 7B, 2025, for epsilon.
     """
