@@ -1,22 +1,28 @@
-"""For the site: examples in docstrings become code."""
+"""For the site: what docstrings have in common is added, as at run time, and examples in them become code."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from griffe import Extension, Object
+from griffe import Extension, Function, Object
+
+from ejkernel._pipeline.documentation import completed
 
 EXAMPLE = re.compile(r"^( *)>>> .*(?:\n\1\S.*)*", re.MULTILINE)
 """A prompt and the lines up to the next empty one."""
 
 
-class Examples(Extension):
-    """Fences around what begins with a prompt."""
+class Docstrings(Extension):
+    """Common entries in those of `@public` functions, and fences around what begins with a prompt."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        if obj.docstring is not None:
-            obj.docstring.value = EXAMPLE.sub(fenced, obj.docstring.value)
+        if obj.docstring is None:
+            return
+        text = obj.docstring.value
+        if isinstance(obj, Function) and any(str(decorator.value).startswith("public(") for decorator in obj.decorators):
+            text = completed(text, [parameter.name for parameter in obj.parameters])
+        obj.docstring.value = EXAMPLE.sub(fenced, text)
 
 
 def fenced(match: re.Match[str]) -> str:

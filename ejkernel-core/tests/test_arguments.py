@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -11,8 +14,10 @@ import pytest
 import ejkernel
 from ejkernel import modules
 from ejkernel._pipeline import arguments
-from ejkernel._pipeline.arguments import public
-from ejkernel._plugins.catalog import FUNCTIONS, HELPERS
+from ejkernel._pipeline.arguments import pick, public, split
+from ejkernel._pipeline.documentation import ARGUMENTS, ERRORS, completed
+from ejkernel._plugins.catalog import FACADES, FUNCTIONS, HELPERS
+from ejkernel.operations import OPERATIONS, get_operation
 
 X = np.ones((1, 4, 2, 8), np.float32)
 PUBLIC = {name: getattr(ejkernel, name) for name in (*FUNCTIONS, *HELPERS)}
@@ -130,6 +135,104 @@ def test_errors_from_inside_stay_what_they_are():
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_function_is_found_where_it_says(name):
     assert pickle.loads(pickle.dumps(PUBLIC[name])) is PUBLIC[name]
+
+
+REFERRING = {"gla", "lightning_attn", "recurrent"}
+"""Functions whose docstring refers to another's for arguments."""
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in REFERRING])
+def test_a_docstring_has_what_all_have_in_common(name):
+    text = inspect.getdoc(PUBLIC[name])
+    own = inspect.signature(inspect.unwrap(PUBLIC[name])).parameters
+    for argument in [name for name in ARGUMENTS if name in own]:
+        assert len(re.findall(rf"^    (?:\w+,\s+)*{argument}\b[^:]*:", text, re.MULTILINE)) == 1, argument
+    for error in ERRORS if "platform" in own else ():
+        assert len(re.findall(rf"^    (?:\w+, )*{error}\b[^:]*:", text, re.MULTILINE)) == 1, error
+    classes = [one for one in CLASSES.values() if one.function is PUBLIC[name]]
+    assert all(one.__doc__ == PUBLIC[name].__doc__ for one in classes)
+
+
+def test_common_entries_stand_in_the_order_of_arguments():
+    text = """Sum.
+
+        Args:
+            a: numbers.
+            mesh: devices.
+
+        Source: a book.
+        """
+    assert (
+        completed(text, ["a", "platform", "cfg", "mesh"])
+        == f"""Sum.
+
+Args:
+    a: numbers.
+    platform: {ARGUMENTS["platform"]}
+    cfg: {ARGUMENTS["cfg"]}
+    mesh: devices.
+
+Raises:
+    ValueError: {ERRORS["ValueError"]}
+    TypeError: {ERRORS["TypeError"]}
+    NoKernelError: {ERRORS["NoKernelError"]}
+
+Source: a book."""
+    )
+    raising = "Sum.\n\nArgs:\n    a: numbers.\n    platform: its own.\n\nRaises:\n    TypeError: its own."
+    more = f"    ValueError: {ERRORS['ValueError']}\n    TypeError: its own.\n    NoKernelError: {ERRORS['NoKernelError']}"
+    assert completed(raising, ["a", "platform"]) == raising.replace("    TypeError: its own.", more)
+    assert completed("Sum of numbers.", ["a", "platform"]) == "Sum of numbers."
+    assert completed("Sum.\n\nArgs:\n    a: numbers.", ["a"]) == "Sum.\n\nArgs:\n    a: numbers."
+
+
+def test_arguments_in_three_parts():
+    def function(x, k, *, scale=1, causal=False, hint=None, platform=None, cfg=None, mesh=None):
+        return split(locals(), "query=x k", "softmax_scale=scale", own="hint")
+
+    arrays, options, run = function(2, 3, causal=True, platform="xla")
+    assert [*arrays.items()] == [("query", 2), ("k", 3)]
+    assert options == {"softmax_scale": 1, "causal": True}
+    assert run == {"platform": "xla", "cfg": None, "mesh": None}
+    assert pick({"a": 1, "b": 2, "c": 3}, "c=b a") == {"c": 2, "a": 1}
+    with pytest.raises(KeyError, match="weight"):
+        split({"x": 1}, "x weight")
+    with pytest.raises(KeyError, match="hint"):
+        split({"x": 1}, "x", own="hint")
+
+
+def test_an_option_that_the_contract_lacks_is_refused():
+    """Options are what is named nowhere, so one that is forgotten in the contract must not be dropped."""
+
+    def function(x, scale=None, offset=None, *, epsilon=1e-6, unheard_of=1, platform=None, cfg=None):
+        arrays, options, run = split(locals(), "x scale offset")
+        return get_operation("rms_norm").invoke(arrays, options, **run)
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'unheard_of'"):
+        function(X)
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_a_contract_takes_no_other_keywords(name):
+    parameters = inspect.signature(get_operation(name).canonicalise).parameters.values()
+    assert not [one for one in parameters if one.kind is one.VAR_KEYWORD]
+
+
+def test_arguments_are_taken_before_there_are_other_variables():
+    """Of `split(locals(), ...)` and `function(**locals())` every variable would be an option."""
+    found = 0
+    for module in sorted({*FACADES.values()}):
+        for function in ast.walk(ast.parse(inspect.getsource(importlib.import_module(module)))):
+            assigned = []
+            for statement in function.body if isinstance(function, ast.FunctionDef) else ():
+                said = ast.unparse(statement)
+                if "split(locals()" in said or "**locals()" in said:
+                    assert not assigned, f"{module}.{function.name} assigns {assigned} before it takes its arguments"
+                    found += 1
+                names = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+                assigned += [node.id for node in names if isinstance(node.ctx, ast.Store)]
+    assert found > 40
 
 
 VALUES = {"value", "values", "v", "key_value", "keys_values", "value_cache", "value_buffer", "kv_pages"}

@@ -64,3 +64,11 @@ def test_every_public_name_is_described(site):
         name for name in names if name not in described and f"ejkernel.modules.operations.configs{name[8:]}" not in described
     }
     assert missing == set()
+
+
+def test_common_entries_are_shown(site):
+    """What `public` adds to docstrings stands in no source that the site's reader finds."""
+    page = (site / "reference" / "rows.html").read_text()
+    described = page.split('id="ejkernel.rms_norm"')[1].split('id="ejkernel.')[0]
+    assert "one platform, or several in order of preference" in described
+    assert "no admitted platform supports the call" in described

@@ -9,6 +9,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from ejkernel._pipeline.documentation import completed
 from ejkernel._pipeline.typecheck import checked
 from ejkernel._pipeline.values import check_values, symbolic_size
 from ejkernel.errors import suggestion, warn
@@ -105,7 +106,7 @@ def public(*formerly_positional: str, dispatches: bool = True) -> Callable[[Func
     """Make a function public: keywords that it does not have are refused with the name of the one that is meant, and NumPy
     integers that JAX would wrap are narrowed.
 
-    With `EJKERNEL_TYPECHECK=1` its annotations are checked, too.
+    With `EJKERNEL_TYPECHECK=1` its annotations are checked, too. What all docstrings have in common is added to its own.
 
     Args:
         formerly_positional: keyword-only arguments that callers of older versions pass by position, in that order.
@@ -142,9 +143,65 @@ def public(*formerly_positional: str, dispatches: bool = True) -> Callable[[Func
                 raise
 
         setattr(call, DISPATCHES, dispatches)
+        if function.__doc__:  # which python -OO leaves out
+            call.__doc__ = completed(function.__doc__, names)
         return call  # pyright: ignore[reportReturnType]
 
     return decorate
+
+
+def pick(given: Mapping[str, Any], names: str) -> dict[str, Any]:
+    """Some of a function's arguments: `pick(locals(), "x scale=softmax_scale")` is `{"x": x, "scale": softmax_scale}`.
+
+    In 3.11 and 3.12 a debugger adds later variables to what `locals()` returned: hand it on at once, do not keep it.
+
+    Args:
+        given: arguments by name.
+        names: which, with a blank between them; `contract=public` for one that gets another name.
+    """
+    return {contract: given[public] for contract, public in _NAMES[names]}
+
+
+def split(
+    given: Mapping[str, Any], arrays: str, renamed: str = "", *, own: str = ""
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """All arguments of a public function as `invoke` and `over_mesh` take them: `arrays, options, run = split(locals(), "x bias")`.
+
+    It is the function's first statement, before there is any other variable. An argument that is named nowhere is an option: what
+    a contract does not know it refuses, so a new option stands in the signature and in the docstring alone.
+
+    Args:
+        given: arguments by name.
+        arrays: those that hold arrays, as in `pick`.
+        renamed: options that the contract calls otherwise, as in `pick`.
+        own: arguments that the function itself uses up.
+
+    Returns:
+        Arrays and options by the contract's names, and platform, cfg, mesh, in_specs and out_specs as far as the function has them.
+    """
+    options = dict(given)
+    found = {contract: options.pop(public) for contract, public in _NAMES[arrays]}
+    run = {name: options.pop(name) for name in _RUN if name in options}
+    for contract, public in _NAMES[renamed]:
+        options[contract] = options.pop(public)
+    for _, name in _NAMES[own]:
+        del options[name]
+    return found, options, run
+
+
+_RUN = ("platform", "cfg", "mesh", "in_specs", "out_specs")
+
+
+class _Names(dict[str, tuple[tuple[str, str], ...]]):
+    """Names in a line, parsed once: the contract's and the public one."""
+
+    def __missing__(self, line: str) -> tuple[tuple[str, str], ...]:
+        pairs = (name.partition("=") for name in line.split())
+        self[line] = tuple((contract, public or contract) for contract, _, public in pairs)
+        return self[line]
+
+
+_NAMES = _Names()
 
 
 def _needs_sizes(error: Exception) -> bool:

@@ -35,13 +35,14 @@ def over_mesh(
     arrays: Mapping[str, Any],
     options: Mapping[str, Any],
     *,
-    positional: Sequence[str],
+    positional: Sequence[str] | None = None,
     mesh: Any = None,
     in_specs: Any = None,
     out_specs: Any = None,
     dims: Any = None,
     derived: Callable[[Mapping[str, Any], Mapping[str, PartitionSpec]], Mapping[str, Any]] | None = None,
     following: Sequence[str] = (),
+    **settings: Any,
 ) -> Any:
     """`function(**arrays, **options)`, inside `jax.shard_map` when there is a mesh.
 
@@ -50,6 +51,7 @@ def over_mesh(
         arrays: its array arguments; None where absent.
         options: its other arguments, hashable or traced.
         positional: names of the array arguments in the order of `in_specs`; an entry that `arrays` lacks takes a spec too.
+            None means all of them.
         mesh: a `jax.sharding.Mesh` or None.
         in_specs: one PartitionSpec or None (whole on every device) for each positional array.
         out_specs: a PartitionSpec, or a tuple of them for several results.
@@ -57,9 +59,12 @@ def over_mesh(
             Without, any may.
         derived: from all arrays and the specs of `positional` ones, specs of others; those it leaves out are whole.
         following: arrays that `derived` gives a spec if in_specs has none.
+        **settings: more options: `platform` and `cfg`.
     """
+    options = {**options, **settings}
     if not is_sharded(mesh, in_specs, out_specs) or capturing():
         return function(**arrays, **options)
+    positional = tuple(arrays) if positional is None else positional
     specs: dict[str, Any] = {**named_specs(arrays, positional, in_specs, following)}
     specs |= {} if derived is None else derived(arrays, specs)
     if dims is not None:

@@ -83,13 +83,15 @@ def invoke(
     return _mesh.over_mesh(
         _Local(operation, form, tuple(options)),
         _with_streams(arrays, static),
-        {**options, "platform": platform, "cfg": cfg},
+        options,
         positional=positional,
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
         derived=derived,
         following=_FOLLOWING,
+        platform=platform,
+        cfg=cfg,
     )
 
 

@@ -9,45 +9,55 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from ejkernel._pipeline.arguments import pick
 from ejkernel.compositions.mesh import is_sharded, named_specs, over_mesh
 from ejkernel.errors import argument_names, invalid
 from ejkernel.masks import MaskInfo
 from ejkernel.operations.common.options import as_count, as_flag
 from ejkernel.operations.common.pages import check_starts, known_values
+from ejkernel.operations.flash_attention.bind import as_logits_dtype
 from ejkernel.operations.paged_attention import forms as _paged
 from ejkernel.operations.paged_attention.by_table import rows_over_pages
 from ejkernel.utils.tracing import has_traced, is_traced
+
+_UNSERVED = {
+    "bias": None,
+    "dropout_prob": 0.0,
+    "chunk_size": None,
+    "normalize_output": True,
+    "broadcast_dropout": False,
+}
+"""What paged attention does not have, beside a dtype of logits, and the value that says nothing."""
 
 _UNSAID = ("dense", "query_segments", "key_segments", "query_positions", "key_positions", "window", "chunk_size", "prefix")
 
 
 def attend_over_pages(
     arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
     *,
-    mask_info: MaskInfo | None,
-    unserved: Mapping[str, tuple[Any, Any]],
-    causal: Any,
-    causal_alignment: Any,
-    sliding_window: Any,
-    settings: Mapping[str, Any],
     positional: tuple[str, ...],
     mesh: Any,
     in_specs: Any,
     out_specs: Any,
+    **settings: Any,
 ) -> Any:
     """`paged_attention` of rows whose keys `block_tables` names.
 
     Args:
-        arrays: query, key and value (pages), softmax_aux, block_tables, cum_seqlens_q and cum_seqlens_k; None where absent.
-        mask_info: lengths of rows, and causality; no other part.
-        unserved: arguments that paged attention does not have: what each got and the value that says nothing.
-        causal, causal_alignment, sliding_window: as in `flash_attention`, but that queries are the last tokens of their rows.
-        settings: of `paged_attention`.
+        arrays: those of `flash_attention`, where key and value are pages; None where absent. Its mask_info has lengths of rows, and
+            causality; no other part.
+        options: those of `flash_attention`, but that queries are the last tokens of their rows.
         positional, mesh, in_specs, out_specs: see `over_mesh`.
+        **settings: platform and cfg.
     """
-    for name, (value, plain) in unserved.items():
+    dtype = arrays["query"].dtype
+    given = {**arrays, **options, "logits_dtype": as_logits_dtype(options["logits_dtype"], dtype)}
+    for name, plain in (*_UNSERVED.items(), ("logits_dtype", as_logits_dtype(None, dtype))):
+        value = given[name]
         if (value is not None) if plain is None else (value != plain):
             raise invalid(name, value if isinstance(value, (int, float, str)) else "an array", f"{plain} with block_tables")
+    causal_alignment, mask_info = options["causal_alignment"], arrays["mask_info"]
     info = MaskInfo() if mask_info is None else mask_info
     said = [part for part in _UNSAID if getattr(info, part) is not None]
     if said or info.causal_offset:
@@ -60,26 +70,18 @@ def attend_over_pages(
         meaning = "'bottom_right' with block_tables: queries are the last tokens of their rows"
         raise invalid("causal_alignment", repr(causal_alignment), meaning)
     _check_known(arrays, info)
-    causal = as_flag("causal", causal) or info.causal
+    causal = as_flag("causal", options["causal"]) or info.causal
     one_token = arrays["cum_seqlens_q"] is None and arrays["query"].shape[-3] == 1
-    causal, window = _window(sliding_window, causal, one_token)
-    given = {
-        "query": arrays["query"],
-        "key_pages": arrays["key"],
-        "value_pages": arrays["value"],
-        "softmax_aux": arrays["softmax_aux"],
-        "block_tables": arrays["block_tables"],
-        "cum_seqlens_q": arrays["cum_seqlens_q"],
-        "cum_seqlens_k": arrays["cum_seqlens_k"],
-        "query_lengths": info.query_lengths,
-        "key_lengths": info.key_lengths,
-    }
-    options = _paged.settings(**settings, causal=causal, sliding_window=window, form=rows_over_pages)
+    causal, window = _window(options["sliding_window"], causal, one_token)
+    given = pick(arrays, "query key_pages=key value_pages=value softmax_aux block_tables cum_seqlens_q cum_seqlens_k")
+    given |= {"query_lengths": info.query_lengths, "key_lengths": info.key_lengths}
+    settings |= pick(options, "softmax_scale logits_soft_cap precision return_lse")
+    settings |= {"causal": causal, "sliding_window": window, "form": rows_over_pages}
     specs: dict[str, Any] = {"positional": tuple(given), "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     if is_sharded(mesh, in_specs, out_specs):
         given, specs["in_specs"] = _split_rows(given, named_specs(arrays, positional, in_specs))
     with argument_names(key_pages="key", value_pages="value", kv_lens="cum_seqlens_k", query_start_loc="cum_seqlens_q"):
-        return over_mesh(_paged.attend, given, options, **specs)
+        return over_mesh(_paged.attend, given, settings, **specs)
 
 
 def _check_known(arrays: Mapping[str, Any], info: MaskInfo) -> None:

@@ -78,7 +78,6 @@ def blocksparse_attention(
         logits_soft_cap: c > 0 turns logits into `c * tanh(logits / c)`.
         softmax_scale: factor on the products; None means `1 / sqrt(D)`.
         fused_backward: a hint for platforms that have two backward kernels; never changes a result.
-        platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation; blocks need not divide the lengths.
         mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split. Masks and layouts are split along.
         in_specs: one PartitionSpec or None for each of query, key, value, softmax_aux, bias; the last two follow the query without.
@@ -86,11 +85,6 @@ def blocksparse_attention(
 
     Returns:
         `[B, H, T, V]` in the query's dtype.
-
-    Raises:
-        ValueError: shapes, values or settings that do not fit or contradict each other.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Child et al., Generating long sequences with sparse transformers, 2019; tiles as in Dao et al., FlashAttention, 2022,
         section 3.3.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_api
@@ -104,8 +103,6 @@ def lightning_attention(
         softmax_scale: factor of the output; None = `1 / sqrt(D)`. MiniMax's models have none: pass 1.
         reverse: run every sequence from its last token to its first.
         return_state: also return the last state.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
         in_specs: with mesh, one PartitionSpec or None for each of query, key, value, initial_state, cu_seqlens; the decays follow
             the heads of query.
@@ -116,12 +113,11 @@ def lightning_attention(
 
     Raises:
         ValueError: a shape, layer_idx, num_layers or slopes does not fit.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Qin et al., Lightning Attention-2: A Free Lunch for Handling Unlimited Sequence Lengths in Large Language Models, 2024;
         MiniMax-01: Scaling Foundation Models with Lightning Attention, 2025.
     """
+    arrays, options, run = split(locals(), _ARRAYS, "scale=softmax_scale", own="layer_idx num_layers slopes")
     layer: Any = layer_idx
     for name, number in (("layer_idx", 0 if is_traced(layer) else layer), ("num_layers", num_layers)):
         refuse_traced(name, number)
@@ -136,8 +132,7 @@ def lightning_attention(
     if slopes not in ("linear", "minimax", "bailing"):
         raise invalid("slopes", repr(slopes), "'linear', 'minimax' or 'bailing'", remedy=_OWN_DECAYS)
     gamma = -_layer_slopes(slopes, _heads(query), layer, int(num_layers))
-    options = {"scale": softmax_scale, "reverse": reverse, "return_state": return_state, "platform": platform, "cfg": cfg}
-    return _with_constant_decay(gamma, (query, key, value, initial_state, cu_seqlens), options, mesh, in_specs, out_specs)
+    return _with_constant_decay(gamma, arrays, options, **run)
 
 
 @overload
@@ -211,8 +206,6 @@ def retention(
         softmax_scale: factor of the output; None = `1 / sqrt(D)`.
         reverse: run every sequence from its last token to its first.
         return_state: also return the last state.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
         in_specs: with mesh, one PartitionSpec or None for each of query, key, value, initial_state, cu_seqlens; the decays follow
             the heads of query.
@@ -221,18 +214,14 @@ def retention(
     Returns:
         `[B,T,H,V]`; with return_state a tuple with the last state, float32.
 
-    Raises:
-        ValueError: a shape does not fit.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Sun et al., Retentive Network: A Successor to Transformer for Large Language Models, 2023.
     """
+    arrays, options, run = split(locals(), _ARRAYS, "scale=softmax_scale")
     gamma = np.log1p(-(2.0 ** (-5.0 - np.arange(_heads(query)))))
-    options = {"scale": softmax_scale, "reverse": reverse, "return_state": return_state, "platform": platform, "cfg": cfg}
-    return _with_constant_decay(gamma, (query, key, value, initial_state, cu_seqlens), options, mesh, in_specs, out_specs)
+    return _with_constant_decay(gamma, arrays, options, **run)
 
 
+_ARRAYS = "query key value initial_state cu_seqlens"
 _OWN_DECAYS = "recurrent_attention takes any decays as g_gamma"
 
 
@@ -261,24 +250,13 @@ def _heads(query: Any) -> int:
     return query.shape[2] if getattr(query, "ndim", 0) == 4 else 1
 
 
-def _with_constant_decay(
-    gamma: Any, given: Sequence[Any], options: Mapping[str, Any], mesh: Any, in_specs: Any, out_specs: Any
-) -> Any:
-    names = ("query", "key", "value", "initial_state", "cu_seqlens")
-    arrays = {**dict(zip(names, given, strict=True)), "g_gamma": jnp.asarray(gamma, jnp.float32)}
+def _with_constant_decay(gamma: Any, arrays: dict[str, Any], options: dict[str, Any], *, in_specs: Any, **run: Any) -> Any:
+    names = tuple(arrays)
+    arrays = {**arrays, "g_gamma": jnp.asarray(gamma, jnp.float32)}
     if isinstance(in_specs, (tuple, list)) and not isinstance(in_specs, PartitionSpec) and 0 < len(in_specs) <= len(names):
         heads = (*(in_specs[0] or ()), None, None, None)[2]
         in_specs = (*in_specs, *[None] * (len(names) - len(in_specs)), PartitionSpec(heads))
-    return over_mesh(
-        recurrence,
-        arrays,
-        options,
-        positional=tuple(arrays),
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        dims=dims_of(given[4], gamma),
-    )
+    return over_mesh(recurrence, arrays, options, in_specs=in_specs, dims=dims_of(arrays["cu_seqlens"], gamma), **run)
 
 
 @public("softmax_scale", "initial_state", "reverse", "cu_seqlens")
@@ -298,21 +276,7 @@ def lightning_attn(
     cfg: t.ConfigLike | None = None,
 ) -> tuple[t.SequenceOutput, t.FinalState]:
     """`lightning_attention` under its older name and order of arguments; always returns `(out, state)`."""
-    return lightning_attention(
-        query,
-        key,
-        value,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        layer_idx=layer_idx,
-        num_layers=num_layers,
-        slopes=slopes,
-        softmax_scale=softmax_scale,
-        reverse=reverse,
-        return_state=True,
-        platform=platform,
-        cfg=cfg,
-    )
+    return lightning_attention(**locals(), return_state=True)
 
 
 LightningAttention = class_api("LightningAttention", lightning_attention)

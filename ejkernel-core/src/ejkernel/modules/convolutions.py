@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, overload
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.errors import argument_names
 from ejkernel.modules._class_api import class_api
 from ejkernel.operations.causal_conv1d.interface import OPERATION as _CAUSAL_CONV1D
@@ -91,8 +91,6 @@ def causal_conv1d(
             starts from initial_state.
         cu_seqlens: integers `[n + 1]`, not decreasing, from 0 to at most T; may be traced; B = 1. Sequence i is the tokens
             from cu_seqlens[i] to cu_seqlens[i + 1]; tokens after the last one take no part, whatever they hold, and get 0.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[B,T,C]` in the dtype of x, summed in float32; with return_state a pair with the state, shaped like initial_state.
@@ -100,22 +98,12 @@ def causal_conv1d(
     Raises:
         ValueError: a shape or an activation does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends
             beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Fu et al., Hungry Hungry Hippos: Towards Language Modeling with State Space Models, 2023 (the shift); Gu and Dao,
     Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023.
     """
-    arrays = {
-        "x": x,
-        "weight": weight,
-        "bias": bias,
-        "initial_state": initial_state,
-        "segments": seg_ids,
-        "cu_seqlens": cu_seqlens,
-    }
-    options = {"activation": activation, "return_state": return_state}
-    return _CAUSAL_CONV1D.invoke(arrays, options, platform=platform, cfg=cfg)
+    arrays, options, run = split(locals(), "x weight bias initial_state segments=seg_ids cu_seqlens")
+    return _CAUSAL_CONV1D.invoke(arrays, options, **run)
 
 
 CausalConv1d = class_api("CausalConv1d", causal_conv1d)

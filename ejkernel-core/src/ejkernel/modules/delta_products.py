@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import numpy as np
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_api
@@ -101,7 +101,7 @@ def gated_delta_product(
         softmax_scale, use_qk_l2norm, use_chunked, return_state: as in `gated_delta_rule`.
         chunk_size: steps, not tokens, of one chunk; the same as `cfg={"chunk_size": chunk_size}`.
         seg_ids, cu_seqlens: of tokens, as in `gated_delta_rule`.
-        platform, cfg, mesh, in_specs, out_specs: as in `gated_delta_rule`.
+        mesh, in_specs, out_specs: as in `gated_delta_rule`.
 
     Returns:
         `[B,T,H,V]` in the dtype of value; with return_state a pair with the state `[B,H,D,V]` (`[m,H,D,V]`), float32.
@@ -109,37 +109,23 @@ def gated_delta_product(
     Raises:
         ValueError: a shape does not fit, num_householder is below 1, or cu_seqlens (if concrete) decreases, does not start at 0
             or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Siems et al., DeltaProduct: Improving State-Tracking in Linear RNNs via Householder Products, 2025.
     """
+    arrays, options, run = split(
+        locals(),
+        "query key value beta decay initial_state seg_ids cu_seqlens",
+        "steps=num_householder scale=softmax_scale chunked=use_chunked",
+        own="chunk_size",
+    )
     check_given(query=query, key=key, value=value, beta=beta)
     if isinstance(num_householder, bool) or not isinstance(num_householder, (int, np.integer)):
         raise wrong_type("num_householder", repr(num_householder), "an int")
     if num_householder < 1:
         raise invalid("num_householder", num_householder, "a value >= 1")
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "beta": beta,
-        "decay": decay,
-        "initial_state": initial_state,
-        "seg_ids": seg_ids,
-        "cu_seqlens": cu_seqlens,
-    }
-    options = {
-        "steps": int(num_householder),
-        "scale": softmax_scale,
-        "use_qk_l2norm": use_qk_l2norm,
-        "chunked": use_chunked,
-        "return_state": return_state,
-        "platform": platform,
-        "cfg": chunked_by(chunk_size, cfg),
-    }
-    specs: dict[str, Any] = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    return over_mesh(product, arrays, options, positional=tuple(arrays), dims=dims_of(None, cu_seqlens), **specs)
+    options["steps"] = int(num_householder)
+    run["cfg"] = chunked_by(chunk_size, cfg)
+    return over_mesh(product, arrays, options, dims=dims_of(None, cu_seqlens), **run)
 
 
 GatedDeltaProduct = class_api("GatedDeltaProduct", gated_delta_product)

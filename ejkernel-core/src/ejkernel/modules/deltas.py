@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_api
@@ -26,6 +26,9 @@ __all__ = [
     "rwkv7",
     "rwkv7_mul",
 ]
+
+
+_PER_CHANNEL = "kernel_delta_attention takes one per channel"
 
 
 @overload
@@ -115,7 +118,6 @@ def gated_delta_rule(
             neighbours; the first token that takes part starts from initial_state.
         cu_seqlens: integers `[n + 1]`, not decreasing, from 0 to at most T; may be traced; B = 1. Sequence i is the tokens
             from cu_seqlens[i] to cu_seqlens[i + 1]; tokens after the last one take no part, whatever they hold, and get 0.
-        platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation: its dataclass, or a mapping of its fields.
         mesh: a mesh over which to split batch and heads, alike in all arrays, with in_specs and out_specs.
         in_specs: a PartitionSpec or None for each of query, key, value, beta, decay, initial_state, seg_ids, cu_seqlens; the
@@ -127,35 +129,12 @@ def gated_delta_rule(
 
     Raises:
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule, 2025.
     """
     if decay is not None and getattr(decay, "ndim", 3) != 3:
-        remedy = "kernel_delta_attention takes one per channel"
-        raise invalid("decay", f"shape {tuple(decay.shape)}", "[B,T,H], one per head", remedy=remedy)
-    return kernel_delta_attention(
-        query,
-        key,
-        value,
-        beta,
-        decay=decay,
-        initial_state=initial_state,
-        softmax_scale=softmax_scale,
-        use_qk_l2norm=use_qk_l2norm,
-        use_chunked=use_chunked,
-        return_state=return_state,
-        reverse=reverse,
-        chunk_size=chunk_size,
-        seg_ids=seg_ids,
-        cu_seqlens=cu_seqlens,
-        platform=platform,
-        cfg=cfg,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+        raise invalid("decay", f"shape {tuple(decay.shape)}", "[B,T,H], one per head", remedy=_PER_CHANNEL)
+    return kernel_delta_attention(**locals())
 
 
 @overload
@@ -233,40 +212,25 @@ def kernel_delta_attention(
         decay: `[B,T,K,D]`, or `[B,T,K]` for one per head, or None.
         softmax_scale, use_qk_l2norm, use_chunked, return_state, reverse, chunk_size, seg_ids, cu_seqlens: as in
             `gated_delta_rule`.
-        platform, cfg, mesh, in_specs, out_specs: as in `gated_delta_rule`.
+        mesh, in_specs, out_specs: as in `gated_delta_rule`.
 
     Returns:
         As `gated_delta_rule`.
 
     Raises:
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Kimi Team, Kimi Linear: An Expressive, Efficient Attention Architecture, 2025.
     """
+    arrays, options, run = split(
+        locals(),
+        "query key value beta decay initial_state seg_ids cu_seqlens",
+        "scale=softmax_scale chunked=use_chunked",
+        own="chunk_size",
+    )
     check_given(query=query, key=key, value=value, beta=beta)
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "beta": beta,
-        "decay": decay,
-        "initial_state": initial_state,
-        "seg_ids": seg_ids,
-        "cu_seqlens": cu_seqlens,
-    }
-    options = {
-        "scale": softmax_scale,
-        "use_qk_l2norm": use_qk_l2norm,
-        "chunked": use_chunked,
-        "reverse": reverse,
-        "return_state": return_state,
-        "platform": platform,
-        "cfg": chunked_by(chunk_size, cfg),
-    }
-    specs: dict[str, Any] = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    return over_mesh(delta, arrays, options, positional=tuple(arrays), dims=dims_of(decay, cu_seqlens), **specs)
+    run["cfg"] = chunked_by(chunk_size, cfg)
+    return over_mesh(delta, arrays, options, dims=dims_of(decay, cu_seqlens), **run)
 
 
 @public()
@@ -302,7 +266,6 @@ def ragged_gated_delta_rule(
         state_indices: integers `[R]`, the slot of each request; may be traced. Requests that have tokens must have different
             slots. One whose slot is not in the pool (-1) starts from zeros and its state is not stored.
         softmax_scale, use_qk_l2norm, chunk_size: as in `gated_delta_rule`.
-        platform, cfg: as in `gated_delta_rule`.
 
     Returns:
         `[N,H,V]` in the dtype of value, and the pool with the slots of the requests that have tokens replaced; under `jit`
@@ -311,24 +274,19 @@ def ragged_gated_delta_rule(
     Raises:
         ValueError: a shape does not fit, or query_start_loc (if concrete) decreases, does not start at 0 or ends beyond N.
         TypeError: an argument is missing, or a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: the rule as in `gated_delta_rule`; the pool of states is that of continuous batching.
     """
+    arrays, options, run = split(
+        locals(),
+        "query key value beta decay recurrent_state query_start_loc state_indices",
+        "scale=softmax_scale",
+        own="chunk_size",
+    )
     check_given(query=query, key=key, value=value, beta=beta)
     check_starts(query_start_loc, query)
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "beta": beta,
-        "decay": decay,
-        "recurrent_state": recurrent_state,
-        "query_start_loc": query_start_loc,
-        "state_indices": state_indices,
-    }
-    options = {"scale": softmax_scale, "use_qk_l2norm": use_qk_l2norm}
-    return _DELTA_RULE.invoke(arrays, options, platform=platform, cfg=chunked_by(chunk_size, cfg), form=ragged)
+    run["cfg"] = chunked_by(chunk_size, cfg)
+    return _DELTA_RULE.invoke(arrays, options, form=ragged, **run)
 
 
 @overload
@@ -402,24 +360,21 @@ def rwkv7(
         b: `[B,T,H,D]`.
         softmax_scale: factor of the result; None = `1 / sqrt(D)`; models of RWKV-7 want 1.
         initial_state, reverse, cu_seqlens, return_state, use_chunked: as in `gated_delta_rule`.
-        platform, cfg: as in `gated_delta_rule`.
 
     Returns:
         As `gated_delta_rule`.
 
     Raises:
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, 2025.
     """
-    arrays = {"query": r, "decay": w, "key": k, "value": v, "a": a, "b": b}
-    for name, array in zip(("r", "w", "k", "v", "a", "b"), arrays.values(), strict=True):
+    arrays, options, run = split(
+        locals(), "query=r decay=w key=k value=v a b initial_state cu_seqlens", "scale=softmax_scale chunked=use_chunked"
+    )
+    for name, array in zip("rwkvab", arrays.values(), strict=False):
         check_array(name, array, ndim=4)
-    arrays = {**arrays, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    options = {"scale": softmax_scale, "chunked": use_chunked, "reverse": reverse, "return_state": return_state}
-    return _DELTA_RULE.invoke(arrays, options, platform=platform, cfg=cfg)
+    return _DELTA_RULE.invoke(arrays, options, **run)
 
 
 @overload
@@ -490,25 +445,21 @@ def rwkv7_mul(
         kk: `[B,T,H,D]`, what is removed, usually of length 1.
         a: `[B,T,H,D]`, how much of each channel is removed, usually 0 to 1.
         softmax_scale, initial_state, reverse, cu_seqlens, return_state, use_chunked: as in `rwkv7`.
-        platform, cfg: as in `gated_delta_rule`.
 
     Returns:
         As `gated_delta_rule`.
 
     Raises:
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, 2025.
     """
-    for name, array in (("r", r), ("w", w), ("k", k), ("v", v), ("kk", kk), ("a", a)):
-        check_compute(name, array, ndim=4)
+    arrays, options, run = split(locals(), "r w k v kk a initial_state cu_seqlens", "scale=softmax_scale chunked=use_chunked")
+    for name in ("r", "w", "k", "v", "kk", "a"):
+        check_compute(name, arrays[name], ndim=4)
     check_shape("a", a, tuple(kk.shape), "[B,T,H,D] as kk")
-    arrays = {"r": r, "w": w, "k": k, "v": v, "kk": kk, "a": a, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    options = {"scale": softmax_scale, "chunked": use_chunked, "reverse": reverse, "return_state": return_state}
     _DELTA_RULE.check_values({"query": r, "cu_seqlens": cu_seqlens})
-    return _DELTA_RULE.invoke(arrays, options, platform=platform, cfg=cfg, form=by_removal)
+    return _DELTA_RULE.invoke(arrays, options, form=by_removal, **run)
 
 
 GatedDeltaRule = class_api("GatedDeltaRule", gated_delta_rule)

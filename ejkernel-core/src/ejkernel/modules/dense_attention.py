@@ -8,7 +8,7 @@ from typing import Literal, Unpack, overload
 import jax.numpy as jnp
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions import sharded as _sharded
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_api
@@ -17,7 +17,6 @@ from ejkernel.modules._options import FlashAttentionOptions, VarlenOptions
 from ejkernel.modules._paged_flash import attend_over_pages
 from ejkernel.operations.common.dtypes import dtype_name
 from ejkernel.operations.common.options import as_flag
-from ejkernel.operations.flash_attention.bind import as_logits_dtype
 from ejkernel.operations.flash_attention.dropout import as_dropout_rate
 from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, made_bias, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
@@ -141,8 +140,6 @@ def flash_attention(
         precision: of the matrix products: None for the full precision of the dtype, a `jax.lax.Precision`, or its name.
         logits_dtype: dtype the logits are rounded to; float32 (float64 for float64 inputs) means no rounding.
         return_lse: return the log-sum-exp too.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split. mask_info is split along.
         in_specs: one PartitionSpec or None for each of query, key, value, bias, cum_seqlens_q, cum_seqlens_k, softmax_aux,
             block_tables; bias and softmax_aux follow the query without.
@@ -151,80 +148,20 @@ def flash_attention(
     Returns:
         `[B, T, H, V]` in the query's dtype; with `return_lse` also float32 `[B, T, H]`, natural logarithm, differentiable.
 
-    Raises:
-        ValueError: shapes, values or settings that do not fit or contradict each other.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Dao et al., FlashAttention, 2022; Rabe and Staats, Self-attention does not need O(n^2) memory, 2021.
     """
+    arrays, options, run = split(
+        locals(), "query key value bias softmax_aux mask_info dropout_seed", own="cum_seqlens_q cum_seqlens_k block_tables"
+    )
     if block_tables is not None:
-        return attend_over_pages(
-            {
-                "query": query,
-                "key": key,
-                "value": value,
-                "cum_seqlens_q": cum_seqlens_q,
-                "cum_seqlens_k": cum_seqlens_k,
-                "softmax_aux": softmax_aux,
-                "block_tables": block_tables,
-            },
-            mask_info=mask_info,
-            unserved={
-                "bias": (bias, None),
-                "dropout_prob": (dropout_prob, 0.0),
-                "chunk_size": (chunk_size, None),
-                "normalize_output": (normalize_output, True),
-                "broadcast_dropout": (broadcast_dropout, False),
-                "logits_dtype": (as_logits_dtype(logits_dtype, query.dtype), as_logits_dtype(None, query.dtype)),
-            },
-            causal=causal,
-            causal_alignment=causal_alignment,
-            sliding_window=sliding_window,
-            settings={
-                "softmax_scale": softmax_scale,
-                "logits_soft_cap": logits_soft_cap,
-                "precision": precision,
-                "return_lse": return_lse,
-                "platform": platform,
-                "cfg": cfg,
-            },
-            positional=_POSITIONAL,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-        )
+        arrays |= {"cum_seqlens_q": cum_seqlens_q, "cum_seqlens_k": cum_seqlens_k, "block_tables": block_tables}
+        return attend_over_pages(arrays, options, positional=_POSITIONAL, **run)
     arrays = given_arrays(query, key, value, bias, softmax_aux, mask_info, dropout_seed)
-    options = {
-        "softmax_scale": softmax_scale,
-        "dropout_prob": dropout_prob,
-        "broadcast_dropout": broadcast_dropout,
-        "causal": causal,
-        "causal_alignment": causal_alignment,
-        "sliding_window": sliding_window,
-        "chunk_size": chunk_size,
-        "logits_soft_cap": logits_soft_cap,
-        "normalize_output": normalize_output,
-        "precision": precision,
-        "logits_dtype": logits_dtype,
-        "return_lse": return_lse,
-    }
     form = None
     if cum_seqlens_q is not None or cum_seqlens_k is not None:
         form = packed
         add_packed(arrays, options, cum_seqlens_q, cum_seqlens_k, layout="bthd" if len(query.shape) == 4 else "thd")
-    return _sharded.invoke(
-        _FLASH_ATTENTION,
-        arrays,
-        options,
-        positional=_POSITIONAL,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        form=form,
-        platform=platform,
-        cfg=cfg,
-    )
+    return _sharded.invoke(_FLASH_ATTENTION, arrays, options, positional=_POSITIONAL, form=form, **run)
 
 
 @overload
@@ -330,8 +267,6 @@ def flash_attn_varlen(
             logits_soft_cap, dropout_prob, dropout_seed, normalize_output, precision, logits_dtype, return_lse.
         causal_alignment: "top_left" (None): the first query of a sequence is at its first key; "bottom_right": the last at
             its last.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         Like q with the values' head size; with `return_lse` also float32 without the last axis.
@@ -339,28 +274,19 @@ def flash_attn_varlen(
     Raises:
         ValueError: as `flash_attention`; cumulative lengths that are known and do not start at 0, decrease, or exceed the
             tokens or the given maximum.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Dao, FlashAttention-2, 2023 (variable-length interface).
     """
+    _, options, run = split(
+        locals(),
+        "q k v bias softmax_aux mask_info dropout_seed",
+        "softmax_scale=sm_scale",
+        own="cu_seqlens_q cu_seqlens_k max_seqlens_q max_seqlens_k layout",
+    )
     arrays = given_arrays(q, k, v, bias, softmax_aux, mask_info, dropout_seed)
-    options = {
-        "softmax_scale": sm_scale,
-        "dropout_prob": dropout_prob,
-        "causal": causal,
-        "causal_alignment": causal_alignment,
-        "sliding_window": sliding_window,
-        "chunk_size": chunk_size,
-        "logits_soft_cap": logits_soft_cap,
-        "normalize_output": normalize_output,
-        "precision": precision,
-        "logits_dtype": logits_dtype,
-        "return_lse": return_lse,
-    }
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlens_q", "max_seqlens_k")
     add_packed(arrays, options, cu_seqlens_q, cu_seqlens_k, max_seqlens_q, max_seqlens_k, layout=layout, names=names)
-    return _FLASH_ATTENTION.invoke(arrays, options, platform=platform, cfg=cfg, form=packed)
+    return _FLASH_ATTENTION.invoke(arrays, options, form=packed, **run)
 
 
 @public("bias", "dropout_rng", "softmax_aux")
@@ -409,36 +335,25 @@ def attention(
         softmax_scale: factor on the products; None means `1 / sqrt(D)`.
         init_bias: makes the bias when `bias` is None.
         causal, causal_alignment, sliding_window, chunk_size, logits_soft_cap, precision: see `flash_attention`.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         Output `[B, T, H, V]` and weights `[B, H, T, S]`, both differentiable.
 
-    Raises:
-        ValueError: shapes, values or settings that do not fit or contradict each other.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Vaswani et al., Attention is all you need, 2017, section 3.2.1.
     """
+    _, options, run = split(
+        locals(), "query key value bias softmax_aux mask_info dropout_rng", own="deterministic dtype softmax_dtype init_bias"
+    )
     if init_bias is not None:
         bias = made_bias(bias, init_bias)
     dropout_prob = as_dropout_rate(dropout_prob)
-    options = {
-        "softmax_scale": softmax_scale,
+    options |= {
         "dropout_prob": 0.0 if as_flag("deterministic", deterministic) else dropout_prob,
-        "causal": causal,
-        "causal_alignment": causal_alignment,
-        "sliding_window": sliding_window,
-        "chunk_size": chunk_size,
-        "logits_soft_cap": logits_soft_cap,
-        "precision": precision,
         "logits_dtype": jnp.float32 if softmax_dtype is None else softmax_dtype,
         "output_dtype": None if dtype is None else dtype_name("dtype", dtype),
     }
     arrays = given_arrays(query, key, value, bias, softmax_aux, mask_info, dropout_rng)
-    return _FLASH_ATTENTION.invoke(arrays, options, platform=platform, cfg=cfg, form=with_weights)
+    return _FLASH_ATTENTION.invoke(arrays, options, form=with_weights, **run)
 
 
 FlashAttention = class_api("FlashAttention", flash_attention)

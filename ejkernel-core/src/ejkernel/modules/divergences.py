@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.compositions import mesh as _mesh
 from ejkernel.compositions.axes import Axes
@@ -27,17 +27,6 @@ from ejkernel.modules._class_api import class_api
 from ejkernel.operations.kl_divergence.interface import OPERATION as _KL_DIVERGENCE
 
 __all__ = ["FusedKLDivergence", "KLDivergenceOutput", "fused_kl_divergence"]
-
-_ARRAYS = (
-    "student_logits",
-    "teacher_logits",
-    "weights",
-    "student_hidden",
-    "student_head",
-    "teacher_hidden",
-    "teacher_head",
-    "attention_mask",
-)
 
 
 class KLDivergenceOutput(NamedTuple):
@@ -98,8 +87,6 @@ def fused_kl_divergence(
         beta: weight of the teacher in the mixture, in [0, 1]; for "jsd" alone, None means 0.5. By convention 0 is "forward" and
             1 is "reverse": the limits of the divergence divided by beta and by 1 - beta, where its own limit is 0.
         precision: of the products with the heads; None = full precision of the dtype.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: make the `jax.shard_map` here; tokens may be split, the vocabulary may not; sums then run over all tokens.
         in_specs: one PartitionSpec or None for each of student_logits, teacher_logits, weights, student_hidden, student_head,
             teacher_hidden, teacher_head, attention_mask; the last may be left out.
@@ -108,31 +95,17 @@ def fused_kl_divergence(
     Returns:
         `KLDivergenceOutput(loss, weight_sum)` in float32: scalars, or `[...]` loss with reduction "none".
 
-    Raises:
-        ValueError: shapes, values or settings that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, 2015; Agarwal et al., On-Policy Distillation
         of Language Models, 2024 (reverse and jsd).
     """
-    given = (
-        student_logits,
-        teacher_logits,
-        weights,
-        student_hidden,
-        student_head,
-        teacher_hidden,
-        teacher_head,
-        attention_mask,
+    arrays, options, run = split(
+        locals(), "student_logits teacher_logits weights student_hidden student_head teacher_hidden teacher_head attention_mask"
     )
-    arrays: dict[str, Any] = dict(zip(_ARRAYS, given, strict=True))
     for side in ("student", "teacher"):
         _check_side(side, arrays)
     check_reduction(reduction)
     row_axes: Axes = ()
-    specs = specs_of(arrays, _ARRAYS, mesh, in_specs, out_specs)
-    result_specs: Any = out_specs
+    specs = specs_of(arrays, tuple(arrays), mesh, in_specs, out_specs)
     if mesh is not None:
         for name, array in arrays.items():
             if array is not None and name not in ("weights", "attention_mask"):
@@ -141,21 +114,8 @@ def fused_kl_divergence(
                 if several(whole, mesh):
                     raise invalid("in_specs", f"{name} split over {whole}", "tokens split, vocabulary and channels whole")
                 row_axes = several(rows, mesh) if name in ("student_logits", "student_hidden") else row_axes
-        result_specs = KLDivergenceOutput(*per_result(out_specs, 2))
-    options = {
-        "transpose_heads": transpose_heads,
-        "reduction": reduction,
-        "direction": direction,
-        "temperature": temperature,
-        "beta": beta,
-        "row_axes": row_axes,
-        "precision": precision,
-        "platform": platform,
-        "cfg": cfg,
-    }
-    return _mesh.over_mesh(
-        _kl_divergence, arrays, options, positional=_ARRAYS, mesh=mesh, in_specs=in_specs, out_specs=result_specs
-    )
+        run["out_specs"] = KLDivergenceOutput(*per_result(out_specs, 2))
+    return _mesh.over_mesh(_kl_divergence, arrays, {**options, "row_axes": row_axes}, **run)
 
 
 def _kl_divergence(

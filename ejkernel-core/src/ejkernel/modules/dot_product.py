@@ -125,17 +125,10 @@ def scaled_dot_product_attention(
         init_bias: makes the bias when `bias` is None.
         implementation: JAX's name of a platform: "xla", or "cudnn" for "cuda.cudnn"; None leaves it to `platform`.
         return_residual: return the log-sum-exp too.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh, in_specs, out_specs: see `flash_attention`.
 
     Returns:
         `[B, T, H, V]` or `[T, H, V]`, in the query's dtype; with `return_residual` also float32 `[B, T, H]` or `[T, H]`.
-
-    Raises:
-        ValueError: shapes, values or settings that do not fit or contradict each other.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Vaswani et al., Attention is all you need, 2017, section 3.2.1.
     """

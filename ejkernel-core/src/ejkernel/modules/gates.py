@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.modules._class_api import class_api
 from ejkernel.operations.gated_linear_unit.interface import OPERATION as _GATED_LINEAR_UNIT
 
@@ -33,22 +33,15 @@ def gated_linear_unit(
         alpha: silu is `x * sigmoid(alpha * x)`.
         limit: at least 0; None = none.
         up_offset: added to up.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[..., F]` in the dtype of gate. Float32 inside, rounded once; backward forms the activation again from gate and up.
 
-    Raises:
-        ValueError: a shape or value does not fit.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Shazeer, GLU variants improve transformer, 2020. alpha=1.702, limit=7, up_offset=1 are those of gpt-oss, which
         stores gate and up interleaved: pass `x[..., ::2], x[..., 1::2]`.
     """
-    options = {"activation": activation, "alpha": alpha, "limit": limit, "up_offset": up_offset}
-    return _GATED_LINEAR_UNIT.invoke({"gate": gate, "up": up}, options, platform=platform, cfg=cfg)
+    arrays, options, run = split(locals(), "gate up")
+    return _GATED_LINEAR_UNIT.invoke(arrays, options, **run)
 
 
 GatedLinearUnit = class_api("GatedLinearUnit", gated_linear_unit)

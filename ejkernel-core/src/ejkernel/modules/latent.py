@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.call.partition import entries_of, explicit_mesh_of, placed_on
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid
@@ -72,39 +72,22 @@ def flash_mla(
         mask_info, bias, softmax_aux, sliding_window, chunk_size, logits_soft_cap, dropout_prob, dropout_seed, precision: see
             `flash_attention`.
         absorbed: compute the absorbed form.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[B, T, H, V]` in the query's dtype. All floating arguments have gradients.
 
-    Raises:
-        ValueError: shapes, values or settings that do not fit or contradict each other.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: DeepSeek-AI, DeepSeek-V2, 2024, section 2.1; the names of the arguments as in SGLang's and EasyDeL's latent attention.
     """
-    arrays = {"query": query, "key_value": key_value, "w_kc": w_kc, "w_vc": w_vc, "b_q": b_q, "b_k": b_k}
+    arrays, options, run = split(
+        locals(), "query key_value w_kc w_vc b_q b_k mask_info bias softmax_aux dropout_seed cu_seqlens"
+    )
     if dropout_seed is not None:
-        dropout_seed = host_seed(dropout_seed)
-    arrays |= {"mask_info": mask_info, "bias": bias, "softmax_aux": softmax_aux, "dropout_seed": dropout_seed}
+        arrays["dropout_seed"] = host_seed(dropout_seed)
     if cu_seqlens is not None:
         check_array("query", query, ndim=4)
         check_cum_seqlens("cu_seqlens", cu_seqlens, query.shape[1])
-        arrays["cu_seqlens"] = cu_seqlens
-    options = {
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "causal_alignment": causal_alignment,
-        "sliding_window": sliding_window,
-        "chunk_size": chunk_size,
-        "logits_soft_cap": logits_soft_cap,
-        "dropout_prob": dropout_prob,
-        "precision": precision,
-    }
     options["absorbed"] = as_flag("absorbed", absorbed)
-    return _FLASH_ATTENTION.invoke(arrays, options, form=_latent, platform=platform, cfg=cfg)
+    return _FLASH_ATTENTION.invoke(arrays, options, form=_latent, **run)
 
 
 def _latent(

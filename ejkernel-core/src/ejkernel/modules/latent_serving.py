@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ejkernel import typing as t
 from ejkernel._dispatch.explanation import capturing
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import pick, public
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_api
@@ -78,19 +78,16 @@ def multi_latent_ragged_page_attention(
         q_scale: factor of what queries_nope and queries_pe hold; a number or scalar array; None is 1.
         k_scale: rows are stored divided by it and read multiplied by it; a number or scalar array; None is 1.
         v_scale: factor of the stored latents as values; None means k_scale, which is what they were divided by.
-        platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the attention.
 
     Returns:
         `[N, H, r]` in the queries' dtype, still to be multiplied with the value projection, and the cache.
 
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: DeepSeek-AI, DeepSeek-V2, 2024, section 2.1.2 (absorption); Jiang et al., Ragged Paged Attention, 2025 (layout).
     """
+    described = "kv_lens block_tables query_start_loc distribution"
+    attended = pick(locals(), f"queries_nope queries_pe {described} q_scale k_scale v_scale")
+    new = pick(locals(), f"keys_values keys_pe k_scale {described}")
     if mask_value is not None:
         as_number("mask_value", mask_value)
     for name, array, rank in (("keys_values", keys_values, 2), ("keys_pe", keys_pe, 2), ("kv_cache", kv_cache, 4)):
@@ -106,25 +103,16 @@ def multi_latent_ragged_page_attention(
     check_shape("keys_pe", keys_pe, (tokens, keys_pe.shape[1]), "[N, e] with the N of queries_nope")
     page_size = kv_cache.shape[1] * kv_cache.shape[2]
     _paged.check_distributed(query_start_loc, kv_lens, block_tables, distribution, tokens=tokens, page_size=page_size)
-    described = {
-        "kv_lens": kv_lens,
-        "block_tables": block_tables,
-        "query_start_loc": query_start_loc,
-        "distribution": distribution,
-    }
-    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    new = {"keys_values": keys_values, "keys_pe": keys_pe, "k_scale": k_scale}
-    arrays = {"queries_nope": queries_nope, "queries_pe": queries_pe, **described, **scales}
     options = _paged.settings(
         softmax_scale=softmax_scale, sliding_window=_paged.window_of(sliding_window), logits_soft_cap=logits_soft_cap
     )
     with argument_names(query_nope="queries_nope", query_pe="queries_pe", key_pages="kv_cache", pages="kv_cache"):
         updated: Any = kv_cache
         if not capturing():  # an explanation is asked of the attention
-            updated = _PAGED_CACHE_UPDATE.invoke(
-                {"kv_cache": kv_cache, **new, **described}, {}, form=_store, platform=platform, cfg=_for_update(cfg)
-            )
-        out = _LATENT_PAGED_ATTENTION.invoke({"kv_cache": updated, **arrays}, options, form=_attend, platform=platform, cfg=cfg)
+            stored = {"kv_cache": kv_cache, **new}
+            updated = _PAGED_CACHE_UPDATE.invoke(stored, {}, form=_store, platform=platform, cfg=_for_update(cfg))
+        attended["kv_cache"] = updated
+        out = _LATENT_PAGED_ATTENTION.invoke(attended, options, form=_attend, platform=platform, cfg=cfg)
     return out, updated
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.compositions import mesh as _mesh
 from ejkernel.compositions.axes import Axes, as_axes, axis_size
@@ -39,9 +39,6 @@ from ejkernel.utils.integers import as_int32
 from ejkernel.utils.tracing import is_traced, refuse_traced, traced_number
 
 __all__ = ["CrossEntropyOutput", "FusedCrossEntropy", "TokenLogprobs", "fused_cross_entropy", "token_logprobs"]
-
-_ARRAYS = ("logits", "targets", "weights", "hidden", "lm_head_weight", "lm_head_bias", "attention_mask", "class_weights")
-_LOGPROB_ARRAYS = ("hidden", "lm_head_weight", "targets", "logits", "lm_head_bias", "attention_mask")
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -108,8 +105,6 @@ def fused_cross_entropy(
         vocab_parallel_axis: mesh axis, or axes, over which the vocabulary of logits, or of head and bias, is split. With `mesh`
             it is read off in_specs where it is not given.
         precision: of the products with the head; None = full precision of the dtype.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: make the `jax.shard_map` here; sums then run over all tokens. Inside a `shard_map` of one's own, reductions are
             over this device's tokens.
         in_specs: one PartitionSpec or None for each of logits, targets, weights, hidden, lm_head_weight, lm_head_bias,
@@ -121,39 +116,28 @@ def fused_cross_entropy(
 
     Raises:
         ValueError: shapes, values or settings that do not fit; a known label outside of the vocabulary.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024; z-loss: Chowdhery et al., PaLM, 2022.
     """
-    arrays: dict[str, Any] = dict(
-        zip(
-            _ARRAYS,
-            (logits, targets, weights, hidden, lm_head_weight, lm_head_bias, attention_mask, class_weights),
-            strict=True,
-        )
+    arrays, options, run = split(
+        locals(),
+        "logits targets weights hidden lm_head_weight lm_head_bias attention_mask class_weights",
+        "smoothing=label_smoothing",
+        own="chunk_size",
     )
     _check_sources(arrays)
     check_reduction(reduction)
-    transpose_head = as_flag("transpose_head", transpose_head)
-    smoothing = _weight("label_smoothing", label_smoothing)
+    options["transpose_head"] = as_flag("transpose_head", transpose_head)
+    options["smoothing"] = smoothing = _weight("label_smoothing", label_smoothing)
     if not is_traced(smoothing) and smoothing > 1:
         raise invalid("label_smoothing", smoothing, "a value in [0, 1]")
     as_count("chunk_size", chunk_size, 0)
-    ignored = _as_index(ignore_index)
+    options["ignore_index"] = ignored = _as_index(ignore_index)
     _check_soft(arrays, ignored, logit_softcap, is_traced(smoothing) or smoothing > 0)
-    options = {
-        "logit_softcap": logit_softcap,
-        "smoothing": smoothing,
-        "z_loss": _weight("z_loss", z_loss),
-        "reduction": reduction,
-        "precision": precision,
-        "platform": platform,
-        "cfg": cfg,
-    }
-    result_specs = out_specs if mesh is None else CrossEntropyOutput(*per_result(out_specs, 3))
-    fixed = (transpose_head, ignored, vocab_parallel_axis, mesh, in_specs)
-    return _over_mesh(_cross_entropy, arrays, options, _ARRAYS, *fixed, result_specs)
+    options["z_loss"] = _weight("z_loss", z_loss)
+    if mesh is not None:
+        run["out_specs"] = CrossEntropyOutput(*per_result(out_specs, 3))
+    return _over_mesh(_cross_entropy, arrays, options, tuple(arrays), **run)
 
 
 @public()
@@ -202,8 +186,6 @@ def token_logprobs(
         vocab_parallel_axis: mesh axis, or axes, over which the vocabulary of logits, or of head and bias, is split. With `mesh`
             it is read off in_specs where it is not given.
         precision: of the products with the head; None = full precision of the dtype.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: make the `jax.shard_map` here.
         in_specs: one PartitionSpec or None for each of hidden, lm_head_weight, targets, logits, lm_head_bias, attention_mask;
             the last may be left out.
@@ -215,32 +197,18 @@ def token_logprobs(
     Raises:
         ValueError: shapes, values or settings that do not fit; a known target outside of the vocabulary.
         TypeError: a wrong type or dtype, or a gradient by temperature.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024; uses: Rafailov et al., Direct Preference
         Optimization, 2023; Shao et al., DeepSeekMath (GRPO), 2024.
     """
-    given = {
-        "hidden": hidden,
-        "lm_head_weight": lm_head_weight,
-        "targets": targets,
-        "logits": logits,
-        "lm_head_bias": lm_head_bias,
-        "attention_mask": attention_mask,
-    }
-    arrays: dict[str, Any] = {**dict.fromkeys(_ARRAYS), **given}
+    arrays, options, run = split(locals(), "hidden lm_head_weight targets logits lm_head_bias attention_mask")
+    positional = tuple(arrays)
+    arrays |= {"weights": None, "class_weights": None}
     _check_sources(arrays, soft=False)
     if logit_softcap is not None:
         refuse_traced("temperature", temperature, "a number known when the program is built, beside logit_softcap")
-    options = {
-        "logit_softcap": logit_softcap,
-        "temperature": temperature,
-        "precision": precision,
-        "platform": platform,
-        "cfg": cfg,
-    }
-    fixed = (as_flag("transpose_head", transpose_head), _as_index(ignore_index), vocab_parallel_axis, mesh, in_specs)
-    return _over_mesh(_token_logprobs, arrays, options, _LOGPROB_ARRAYS, *fixed, out_specs)
+    options |= {"transpose_head": as_flag("transpose_head", transpose_head), "ignore_index": _as_index(ignore_index)}
+    return _over_mesh(_token_logprobs, arrays, options, positional, **run)
 
 
 def _over_mesh(
@@ -248,22 +216,23 @@ def _over_mesh(
     arrays: dict[str, Any],
     options: dict[str, Any],
     positional: tuple[str, ...],
-    transpose_head: bool,
-    ignore_index: int,
-    vocab_parallel_axis: Any,
+    *,
     mesh: Any,
     in_specs: Any,
     out_specs: Any,
+    **settings: Any,
 ) -> Any:
     """The function of one device, over the devices of a mesh if there is one. `in_specs` are those of `positional`."""
-    axes, row_axes = as_axes(vocab_parallel_axis), ()
+    axes, row_axes = as_axes(options.pop("vocab_parallel_axis")), ()
+    transpose_head = options["transpose_head"]
     specs = specs_of(arrays, positional, mesh, in_specs, out_specs)
     if mesh is not None:
         axes, row_axes = mesh_axes(axes, arrays, specs, mesh, transpose_head)
     if mesh is not None or not axes:
-        _check_labels(arrays, ignore_index, transpose_head)
-    options |= {"transpose_head": transpose_head, "ignore_index": ignore_index, "axes": axes, "row_axes": row_axes}
-    return _mesh.over_mesh(function, arrays, options, positional=positional, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        _check_labels(arrays, options["ignore_index"], transpose_head)
+    options |= {"axes": axes, "row_axes": row_axes}
+    specified = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    return _mesh.over_mesh(function, arrays, options, positional=positional, **specified, **settings)
 
 
 _OPERATION_NAMES = {

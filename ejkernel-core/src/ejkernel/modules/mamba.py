@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid, wrong_type
@@ -76,7 +76,6 @@ def mamba3(
         dt_bias: `[H]`, added to dt in float32; None = 0.
         dt_softplus: dt becomes `log(1 + exp(dt))`, after the bias.
         precision: of the products; None = full precision of the dtype.
-        platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation of `linear_recurrence`.
 
     Returns:
@@ -84,21 +83,18 @@ def mamba3(
 
     Raises:
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Mamba-3: Improved Sequence Modeling using State Space Principles, 2026.
     """
+    arrays, options, run = split(locals(), "x A B C D dt trap angles B_bias C_bias initial_state cu_seqlens dt_bias")
     check_given(x=x, A=A, B=B, C=C, dt=dt, trap=trap, angles=angles)
     if initial_state is not None and (not isinstance(initial_state, tuple) or len(initial_state) != 4):
         raise wrong_type(
             "initial_state", type(initial_state).__name__, "a tuple of four arrays: theta, S, and the last K and x"
         )
     check_bounds(cu_seqlens, "x", x)
-    arrays = {"x": x, "A": A, "B": B, "C": C, "D": D, "dt": dt, "trap": trap, "angles": angles}
-    more = {"B_bias": B_bias, "C_bias": C_bias, "initial_state": initial_state, "cu_seqlens": cu_seqlens, "dt_bias": dt_bias}
-    options = {"precision": precision, "dt_softplus": as_flag("dt_softplus", dt_softplus)}
-    return _LINEAR_RECURRENCE.invoke({**arrays, **more}, options, platform=platform, cfg=cfg, form=_trapezoidal)
+    options["dt_softplus"] = as_flag("dt_softplus", dt_softplus)
+    return _LINEAR_RECURRENCE.invoke(arrays, options, form=_trapezoidal, **run)
 
 
 def _trapezoidal(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_api
 from ejkernel.operations.grouped_matmul.interface import OPERATION as _GROUPED_MATMUL
@@ -58,35 +58,18 @@ def grouped_matmul(
         lhs_scale: `[M]`, or one number; multiplies the summed products in float32. None = 1.
         transpose_rhs: rhs is `[G,N,K]`.
         precision: of the products; None = full precision of the common dtype.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[M,N]`.
 
     Raises:
         ValueError: a shape does not fit, or group_sizes (if concrete) are negative or sum to more than M.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Gale et al., MegaBlocks: Efficient Sparse Training with Mixture-of-Experts, 2022; positional arguments as
         `jax.lax.ragged_dot`.
     """
-    return _GROUPED_MATMUL.invoke(
-        {
-            "lhs": lhs,
-            "rhs": rhs,
-            "group_sizes": group_sizes,
-            "group_offset": group_offset,
-            "existing_out": existing_out,
-            "rhs_scale": rhs_scale,
-            "bias": bias,
-            "lhs_scale": lhs_scale,
-        },
-        {"preferred_element_type": preferred_element_type, "transpose_rhs": transpose_rhs, "precision": precision},
-        platform=platform,
-        cfg=cfg,
-    )
+    arrays, options, run = split(locals(), "lhs rhs group_sizes group_offset existing_out rhs_scale bias lhs_scale")
+    return _GROUPED_MATMUL.invoke(arrays, options, **run)
 
 
 @public()
@@ -134,8 +117,6 @@ def quantized_matmul(
         group_sizes: integers `[G]`, >= 0, sum at most M, rows of x for each matrix; may be traced. `[S]` with S >= G beside
             group_offset. None: one matrix for all rows.
         group_offset: integer, may be traced: w holds the matrices of the groups from this one on; None = 0.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[..., N]`, like x; 0 for rows without a matrix, past the sum of the sizes or of groups held elsewhere. Differentiable in x,
@@ -145,24 +126,16 @@ def quantized_matmul(
         ValueError: shapes do not belong together, a value is not one of these, or group_sizes (if concrete) are negative or sum
             to more than M.
         TypeError: a dtype or type does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: formats as in `ejkernel.quantization.quantize`.
     """
-    _check_hints(fuse, use_best_config, allow_dense_fallback, strict_fuse, tpu_path)
-    return _QUANTIZED_MATMUL.invoke(
-        {
-            "x": x,
-            "w": w,
-            "scales": scales,
-            "zeros": zeros,
-            "group_sizes": group_sizes,
-            "group_offset": group_offset,
-        },
-        {"transpose": transpose, "mode": mode, "bits": bits, "group_size": group_size},
-        platform=platform,
-        cfg=cfg,
+    arrays, options, run = split(
+        locals(),
+        "x w scales zeros group_sizes group_offset",
+        own="fuse use_best_config allow_dense_fallback strict_fuse tpu_path",
     )
+    _check_hints(fuse, use_best_config, allow_dense_fallback, strict_fuse, tpu_path)
+    return _QUANTIZED_MATMUL.invoke(arrays, options, **run)
 
 
 @public()
@@ -190,25 +163,14 @@ def scaled_matmul(
         transpose_rhs: rhs is `[N,K]`.
         out_dtype: float32, bfloat16 or float16; None = bfloat16.
         precision: None and "highest" sum in float32; "default" lets Hopper's tensor cores sum float8 in fewer bits.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[..., N]`.
 
-    Raises:
-        ValueError: a shape does not fit.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022.
     """
-    return _SCALED_MATMUL.invoke(
-        {"lhs": lhs, "rhs": rhs, "lhs_scale": lhs_scale, "rhs_scale": rhs_scale},
-        {"transpose_rhs": transpose_rhs, "out_dtype": out_dtype, "precision": precision},
-        platform=platform,
-        cfg=cfg,
-    )
+    arrays, options, run = split(locals(), "lhs rhs lhs_scale rhs_scale")
+    return _SCALED_MATMUL.invoke(arrays, options, **run)
 
 
 def _check_hints(fuse: Any, use_best_config: Any, allow_dense_fallback: Any, strict_fuse: Any, tpu_path: Any) -> None:

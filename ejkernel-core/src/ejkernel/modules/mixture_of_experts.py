@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_api
 from ejkernel.operations.moe_permute.interface import OPERATION as _MOE_PERMUTE, check_choices
@@ -77,8 +77,6 @@ def moe_route(
             (DeepSeek-V2), the sum of its two largest with sigmoid (DeepSeek-V3).
         normalize: divide weights by their sum; sigmoid adds 1e-20 to it.
         scale: factor on weights, also called routed_scaling_factor.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `MoeRouteOutput(weights, experts)`. Where fewer than k experts are not masked, the rest are -1 with weight 0: `moe_permute`
@@ -86,22 +84,12 @@ def moe_route(
 
     Raises:
         ValueError: a shape, k or the groups do not fit.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Shazeer et al., Outrageously Large Neural Networks, 2017; DeepSeek-AI, DeepSeek-V2, 2024 (groups), and DeepSeek-V3,
         2024 (sigmoid, bias).
     """
-    options = {
-        "k": k,
-        "scoring": scoring,
-        "num_groups": num_groups,
-        "top_groups": top_groups,
-        "normalize": normalize,
-        "scale": scale,
-    }
-    arrays = {"logits": logits, "bias": bias}
-    return MoeRouteOutput(*_MOE_ROUTE.invoke(arrays, options, platform=platform, cfg=cfg))
+    arrays, options, run = split(locals(), "logits bias")
+    return MoeRouteOutput(*_MOE_ROUTE.invoke(arrays, options, **run))
 
 
 @public()
@@ -120,22 +108,15 @@ def moe_permute(
         experts: integers `[T,k]`, as `moe_route` returns them. A copy whose expert is not in [0, num_experts), such as -1, goes to
             no group; `experts - first` leaves those held on this device.
         num_experts: E, the number of groups.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `MoePermuteOutput(rows, group_sizes, positions)`. `rows[positions[t, j]] = x[t]`; rows past the sum of group_sizes are 0,
         whatever x holds, and belong to copies of no group, whose positions are below 0 (`~row`).
 
-    Raises:
-        ValueError: a shape does not fit.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Gale et al., MegaBlocks: Efficient Sparse Training with Mixture-of-Experts, 2022.
     """
-    arrays = {"x": x, "experts": experts}
-    return MoePermuteOutput(*_MOE_PERMUTE.invoke(arrays, {"num_experts": num_experts}, platform=platform, cfg=cfg))
+    arrays, options, run = split(locals(), "x experts")
+    return MoePermuteOutput(*_MOE_PERMUTE.invoke(arrays, options, **run))
 
 
 @public()
@@ -153,21 +134,14 @@ def moe_unpermute(
         rows: `[T * k, D]`, float32, bfloat16 or float16.
         positions: integers `[T,k]` as `moe_permute` returns them. Below 0: the copy has no part, whatever weight and rows hold.
         weights: `[T,k]`, floating; None = 1.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[T,D]` in the dtype of rows.
 
-    Raises:
-        ValueError: a shape does not fit.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
-
     Source: as `moe_permute`.
     """
-    arrays = {"rows": rows, "positions": positions, "weights": weights}
-    return _MOE_UNPERMUTE.invoke(arrays, {}, platform=platform, cfg=cfg)
+    arrays, options, run = split(locals(), "rows positions weights")
+    return _MOE_UNPERMUTE.invoke(arrays, options, **run)
 
 
 @public(dispatches=False)

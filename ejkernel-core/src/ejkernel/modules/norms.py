@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_api
@@ -55,25 +55,17 @@ def rms_norm(
         epsilon: added to the mean square.
         axis: the axis of size d, or several, which are normalised together.
         scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1` (Gemma).
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         Like x. Computed in float32 inside.
 
     Raises:
-        ValueError: a shape, axis or value does not fit.
         TypeError: not an array of a floating type.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """
-    return _RMS_NORM.invoke(
-        {"x": x, "scale": scale, "offset": offset},
-        {"epsilon": epsilon, "axis": axis, "scale_offset": scale_offset},
-        platform=platform,
-        cfg=cfg,
-    )
+    arrays, options, run = split(locals(), "x scale offset")
+    return _RMS_NORM.invoke(arrays, options, **run)
 
 
 @public()
@@ -97,25 +89,17 @@ def layer_norm(
         epsilon: added to the variance, which is the mean of squared deviations (biased).
         axis: the axis of size d, or several, which are normalised together.
         scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1`.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         Like x. Computed in float32 inside.
 
     Raises:
-        ValueError: a shape, axis or value does not fit.
         TypeError: not an array of a floating type.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016.
     """
-    return _LAYER_NORM.invoke(
-        {"x": x, "scale": scale, "offset": offset},
-        {"epsilon": epsilon, "axis": axis, "scale_offset": scale_offset},
-        platform=platform,
-        cfg=cfg,
-    )
+    arrays, options, run = split(locals(), "x scale offset")
+    return _LAYER_NORM.invoke(arrays, options, **run)
 
 
 @public()
@@ -142,25 +126,17 @@ def fused_add_rms_norm(
         epsilon: added to the mean square.
         axis: the axis of size d, or several, which are normalised together.
         scale_offset: added to `scale`; 1 for checkpoints that store `scale - 1` (Gemma).
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         output, like x, and sum, like residual: the stream for the next block. Computed in float32 inside; both have cotangents.
 
     Raises:
-        ValueError: a shape, axis or value does not fit.
         TypeError: not an array of a floating type.
-        NoKernelError: no admitted platform supports the call.
 
     Source: name and result as in vLLM and Liger, which also norm the rounded sum; nothing is updated in place.
     """
-    return _ADD_RMS_NORM.invoke(
-        {"x": x, "residual": residual, "scale": scale},
-        {"epsilon": epsilon, "axis": axis, "scale_offset": scale_offset},
-        platform=platform,
-        cfg=cfg,
-    )
+    arrays, options, run = split(locals(), "x residual scale")
+    return _ADD_RMS_NORM.invoke(arrays, options, **run)
 
 
 @public()
@@ -189,16 +165,13 @@ def gated_rms_norm(
         group_size: channels that share a mean square, a divisor of d (Mamba-2: `d / n_groups`); None = d.
         epsilon: added to the mean square.
         act_fn: activation of the gate; None = silu.
-        platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation of `rms_norm`.
 
     Returns:
         Like x. Computed in float32 inside, with nothing rounded in between.
 
     Raises:
-        ValueError: a shape or value does not fit.
         TypeError: not an array of a floating type, or an argument of a wrong type.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Dao and Gu, Transformers are SSMs, 2024, and Yang et al., Gated Delta Networks, 2024; argument names as in their code.
     """

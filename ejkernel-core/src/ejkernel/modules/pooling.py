@@ -41,8 +41,6 @@ def mean_pooling(
         attention_mask: `[B,T]`, bool or 0 and 1: which tokens count; the others take no part, whatever they hold. A row without
             any gives 0. None beside cu_seqlens.
         chunk_size: hint: the tokens that a platform may sum at a time; it does not change the result.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[B,H,D]` or `[B,D]`; with cu_seqlens `[n,H,D]` or `[n,D]`. In the dtype of x, summed in float32.
@@ -50,7 +48,6 @@ def mean_pooling(
     Raises:
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
         TypeError: x is not of a floating type, or cu_seqlens not of integers.
-        NoKernelError: no admitted platform supports the call.
     """
     if chunk_size is not None:
         as_count("chunk_size", chunk_size, 1)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.modules._class_api import class_api
 from ejkernel.operations.softmax.interface import OPERATION as _SOFTMAX
 
@@ -33,22 +32,19 @@ def softmax(
         axis: the axis or axes over which the result sums to 1; None = all of them.
         where: bool, broadcastable to x; None means everywhere.
         scale: factor on x, for example 1 / temperature; may be traced, and then has a gradient.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         Like x. Computed in float32 inside.
 
     Raises:
-        ValueError: a shape, axis or value does not fit.
         TypeError: x is not of a floating type, or where is not bool.
-        NoKernelError: no admitted platform supports the call.
 
     Source: argument names as `jax.nn.softmax`; the stable form is in Milakov and Gimelshein, Online normalizer calculation
         for softmax, 2018.
     """
-    axes: Any = tuple(axis) if isinstance(axis, Sequence) and not isinstance(axis, str) else axis
-    return _SOFTMAX.invoke({"x": x, "where": where}, {"axis": axes, "scale": scale}, platform=platform, cfg=cfg)
+    arrays, options, run = split(locals(), "x where")
+    options["axis"] = tuple(axis) if isinstance(axis, Sequence) and not isinstance(axis, str) else axis
+    return _SOFTMAX.invoke(arrays, options, **run)
 
 
 Softmax = class_api("Softmax", softmax)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, Unpack, overload
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names
 from ejkernel.modules._class_api import class_api
@@ -124,8 +124,6 @@ def recurrent_attention(
         softmax_scale: factor of the output; None = `1 / sqrt(D)`.
         reverse: run every sequence from its last token to its first.
         return_state: also return the last state.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
         in_specs: with mesh, one PartitionSpec or None for each of query, key, value, g, g_gamma, gk, gv, initial_state,
             cu_seqlens.
@@ -136,33 +134,11 @@ def recurrent_attention(
 
     Raises:
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2023.
     """
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "g": g,
-        "g_gamma": g_gamma,
-        "gk": gk,
-        "gv": gv,
-        "initial_state": initial_state,
-        "cu_seqlens": cu_seqlens,
-    }
-    options = {"scale": softmax_scale, "reverse": reverse, "return_state": return_state, "platform": platform, "cfg": cfg}
-    return over_mesh(
-        recurrence,
-        arrays,
-        options,
-        positional=tuple(arrays),
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        dims=dims_of(cu_seqlens, g_gamma),
-    )
+    arrays, options, run = split(locals(), "query key value g g_gamma gk gv initial_state cu_seqlens", "scale=softmax_scale")
+    return over_mesh(recurrence, arrays, options, dims=dims_of(cu_seqlens, g_gamma), **run)
 
 
 @overload
@@ -245,8 +221,6 @@ def gla_attention(
         softmax_scale: factor of the output; None = `1 / sqrt(D)`.
         reverse: run every sequence from its last token to its first.
         return_state: also return the last state.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: a `jax.sharding.Mesh`: run inside `shard_map` over it. Batch and heads may be split, alike in all arrays.
         in_specs: with mesh, one PartitionSpec or None for each of query, key, value, g, g_gamma, initial_state, cu_seqlens.
         out_specs: with mesh, a PartitionSpec, or a tuple of two with return_state.
@@ -254,34 +228,14 @@ def gla_attention(
     Returns:
         `[B,T,H,V]`; with return_state a tuple with the last state, float32.
 
-    Raises:
-        ValueError: a shape does not fit.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2023.
     """
-    per_channel = getattr(g, "ndim", 0) == 4
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "gk" if per_channel else "g": g,
-        "g_gamma": g_gamma,
-        "initial_state": initial_state,
-        "cu_seqlens": cu_seqlens,
-    }
-    options = {"scale": softmax_scale, "reverse": reverse, "return_state": return_state, "platform": platform, "cfg": cfg}
-    return over_mesh(
-        recurrence,
-        arrays,
-        options,
-        positional=tuple(arrays),
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        dims=dims_of(cu_seqlens, g_gamma),
+    arrays, options, run = split(
+        locals(),
+        f"query key value {'gk=g' if getattr(g, 'ndim', 0) == 4 else 'g'} g_gamma initial_state cu_seqlens",
+        "scale=softmax_scale",
     )
+    return over_mesh(recurrence, arrays, options, dims=dims_of(cu_seqlens, g_gamma), **run)
 
 
 @overload
@@ -360,34 +314,15 @@ def rwkv6(
         softmax_scale: factor of the output; None = `1 / sqrt(D)`. RWKV's own models use 1.
         reverse: run every sequence from its last token to its first.
         return_state: also return the last state.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[B,T,H,V]`; with return_state a tuple with the last state, float32.
 
-    Raises:
-        ValueError: a shape does not fit.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, 2024.
     """
+    arrays, options, run = split(locals(), "query=r key=k value=v gk=w bonus=u initial_state cu_seqlens", "scale=softmax_scale")
     check_given(w=w, u=u)
-    return _LINEAR_RECURRENCE.invoke(
-        {
-            "query": r,
-            "key": k,
-            "value": v,
-            "gk": w,
-            "bonus": u,
-            "initial_state": initial_state,
-            "cu_seqlens": cu_seqlens,
-        },
-        {"scale": softmax_scale, "reverse": reverse, "return_state": return_state},
-        platform=platform,
-        cfg=cfg,
-    )
+    return _LINEAR_RECURRENCE.invoke(arrays, options, **run)
 
 
 @public("g", "gk", "gv", "initial_state")
@@ -409,22 +344,7 @@ def recurrent(
     cfg: t.ConfigLike | None = None,
 ) -> tuple[t.SequenceOutput, t.FinalState]:
     """`recurrent_attention` under its older name and order of arguments; always returns `(out, state)`."""
-    return recurrent_attention(
-        query,
-        key,
-        value,
-        g=g,
-        g_gamma=g_gamma,
-        gk=gk,
-        gv=gv,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        softmax_scale=softmax_scale,
-        reverse=reverse,
-        return_state=True,
-        platform=platform,
-        cfg=cfg,
-    )
+    return recurrent_attention(**locals(), return_state=True)
 
 
 @public("g", "g_gamma", "softmax_scale", "initial_state", "reverse", "cu_seqlens")
@@ -444,20 +364,7 @@ def gla(
     cfg: t.ConfigLike | None = None,
 ) -> tuple[t.SequenceOutput, t.FinalState]:
     """`gla_attention` under its older name and order of arguments; always returns `(out, state)`."""
-    return gla_attention(
-        query,
-        key,
-        value,
-        g=g,
-        g_gamma=g_gamma,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        softmax_scale=softmax_scale,
-        reverse=reverse,
-        return_state=True,
-        platform=platform,
-        cfg=cfg,
-    )
+    return gla_attention(**locals(), return_state=True)
 
 
 RecurrentAttention = class_api("RecurrentAttention", recurrent_attention)

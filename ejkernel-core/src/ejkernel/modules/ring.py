@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions import mesh as _mesh, sharded as _sharded
 from ejkernel.compositions.axes import Axes, as_axes, check_mesh_axes
 from ejkernel.compositions.ring.bind import check_words
@@ -134,47 +134,28 @@ def ring_attention(
         `[B, T, H, V]` in the query's dtype; with `return_lse` also float32 `[B, T, H]`, natural logarithm, differentiable.
 
     Raises:
-        ValueError: shapes, values or settings that do not fit or contradict each other.
-        TypeError: a wrong type or dtype.
         NoKernelError: no admitted platform supports the local attention.
 
     Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers for Near-Infinite Context, 2023; zigzag order:
         Grattafiori et al., The Llama 3 Herd of Models, 2024, section 3.3.2 (context parallelism); all_to_all: Jacobs et
         al., DeepSpeed Ulysses, 2023.
     """
+    arrays, options, run = split(
+        locals(), "query key value softmax_aux bias mask_info", own="axis_name fused_backward layout strategy"
+    )
     if not isinstance(fused_backward, bool):
         raise wrong_type("fused_backward", repr(fused_backward), "True or False")
     check_words(layout, strategy)
-    named = {"query": query, "key": key, "value": value, "softmax_aux": softmax_aux, "bias": bias}
-    for name, array in named.items():
-        if not hasattr(array, "dtype") and (array is not None or name in _POSITIONAL[:3]):
-            raise wrong_type(name, type(array).__name__, "an array")
-    arrays = {**named, "mask_info": mask_info}
+    for name in _POSITIONAL:
+        if not hasattr(arrays[name], "dtype") and (arrays[name] is not None or name in _POSITIONAL[:3]):
+            raise wrong_type(name, type(arrays[name]).__name__, "an array")
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    options = {
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "sliding_window": sliding_window,
-        "chunk_size": chunk_size,
-        "logits_soft_cap": logits_soft_cap,
-        "precision": precision,
-        "return_lse": return_lse,
-    }
     axes = as_axes(axis_name)
     if mesh is not None:
         axes = _split_axes(axes, arrays, mesh, in_specs, out_specs)
-    return _sharded.invoke(
-        RingAttentionOver(axes, layout, strategy) if axes else _FLASH_ATTENTION,
-        arrays,
-        options,
-        positional=_POSITIONAL,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        sequence_axes=axes if mesh is not None else (),
-        platform=platform,
-        cfg=cfg,
-    )
+    operation = RingAttentionOver(axes, layout, strategy) if axes else _FLASH_ATTENTION
+    split_axes = axes if mesh is not None else ()
+    return _sharded.invoke(operation, arrays, options, positional=_POSITIONAL, sequence_axes=split_axes, **run)
 
 
 def _split_axes(axes: Axes, arrays: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Axes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel._pipeline.operation import Operation
 from ejkernel.errors import argument_names, wrong_type
 from ejkernel.modules._class_api import class_api
@@ -39,8 +39,6 @@ def rope(
         interleaved: pairs are channels (2i, 2i + 1), as in GPT-J, instead of (i, i + rotary_dim / 2), as in Llama. cos and sin
             per channel must then be in that order too.
         layout: "BTHD", or "BHTD" if x is `[B,H,T,D]` or `[H,N,D]`.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         Like x. Computed in float32 inside; cos and sin have gradients too.
@@ -48,17 +46,11 @@ def rope(
     Raises:
         ValueError: a shape or value does not fit, or cos or sin (if concrete) are in the order of the other kind of pairs.
         TypeError: not an array of a floating type.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
     """
-    return _turn(
-        _ROPE,
-        {"query": x, "key": None, "cos": cos, "sin": sin},
-        {"rotary_dim": rotary_dim, "interleaved": interleaved, "layout": layout},
-        platform,
-        cfg,
-    )
+    arrays, options, run = split(locals(), "query=x cos sin")
+    return _turn(_ROPE, {**arrays, "key": None}, options, run)
 
 
 @public()
@@ -86,8 +78,6 @@ def llama_rope(
         interleaved: pairs are channels (2i, 2i + 1), as in GPT-J, instead of (i, i + rotary_dim / 2), as in Llama. cos and sin
             per channel must then be in that order too.
         layout: "BTHD", or "BHTD" if q and k are `[B,heads,T,D]` or `[heads,N,D]`.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         q and k, rotated, each in its own dtype. Computed in float32 inside; cos and sin have gradients too.
@@ -95,19 +85,13 @@ def llama_rope(
     Raises:
         ValueError: a shape or value does not fit, or cos or sin (if concrete) are in the order of the other kind of pairs.
         TypeError: not an array of a floating type.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
     """
+    arrays, options, run = split(locals(), "query=q key=k cos sin")
     if k is None:  # pyright: ignore[reportUnnecessaryComparison]
         raise wrong_type("k", "None", "an array", remedy="rope(x, cos, sin) rotates one array")
-    return _turn(
-        _ROPE,
-        {"query": q, "key": k, "cos": cos, "sin": sin},
-        {"rotary_dim": rotary_dim, "interleaved": interleaved, "layout": layout},
-        platform,
-        cfg,
-    )
+    return _turn(_ROPE, arrays, options, run)
 
 
 @public()
@@ -146,8 +130,6 @@ def fused_qk_norm_rope(
         interleaved: pairs are channels (2i, 2i + 1), as in GPT-J, instead of (i, i + rotary_dim / 2), as in Llama. cos and sin
             per channel must then be in that order too.
         layout: "BTHD", or "BHTD" if q and k are `[B,heads,T,D]` or `[heads,N,D]`.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         q and k, each in its own dtype. Computed in float32 inside; the scales, cos and sin have gradients too.
@@ -155,32 +137,19 @@ def fused_qk_norm_rope(
     Raises:
         ValueError: a shape or value does not fit, or cos or sin (if concrete) are in the order of the other kind of pairs.
         TypeError: not an array of a floating type.
-        NoKernelError: no admitted platform supports the call.
 
     Source: the kernel of this name in TensorRT-LLM and vLLM, here with cos and sin as arguments and with gradients.
     """
-    return _turn(
-        _QK_NORM_ROPE,
-        {"query": q, "key": k, "cos": cos, "sin": sin, "query_scale": q_scale, "key_scale": k_scale},
-        {
-            "epsilon": epsilon,
-            "scale_offset": scale_offset,
-            "rotary_dim": rotary_dim,
-            "interleaved": interleaved,
-            "layout": layout,
-        },
-        platform,
-        cfg,
-    )
+    return _turn(_QK_NORM_ROPE, *split(locals(), "query=q key=k cos sin query_scale=q_scale key_scale=k_scale"))
 
 
-def _turn(operation: Operation, arrays: dict[str, Any], options: dict[str, Any], platform: t.Platforms, cfg: Any) -> Any:
+def _turn(operation: Operation, arrays: dict[str, Any], options: dict[str, Any], run: dict[str, Any]) -> Any:
     rotary_dim, interleaved = options["rotary_dim"], options["interleaved"]
     if rotary_dim is None:
         rotary_dim = (0, *getattr(arrays["query"], "shape", ()))[-1]
     if isinstance(interleaved, bool) and isinstance(rotary_dim, int):  # else refused by name in a moment
         check_pairs(arrays["cos"], arrays["sin"], rotary_dim, interleaved)
-    return operation.invoke(arrays, options, platform=platform, cfg=cfg)
+    return operation.invoke(arrays, options, **run)
 
 
 Rope = class_api("Rope", rope)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import numpy as np
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.errors import invalid
 from ejkernel.modules._class_api import class_api
 from ejkernel.operations.sample_tokens.interface import OPERATION as _SAMPLE_TOKENS
@@ -88,36 +88,22 @@ def sample_tokens(
         min_p: in [0, 1]: keep those at least that probable, next to the most probable. None = 0.
         token_mask: bool, broadcastable to logits: True = may be drawn. What others hold, NaN included, does not matter.
         return_logprobs: also return the log-probability with which each token was drawn: after temperature and filters.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         int32 `[...]`; with return_logprobs also float32 `[...]`, NaN beside -1.
 
     Raises:
-        ValueError: a shape or value does not fit.
         TypeError: a dtype does not fit, or the call is differentiated.
-        NoKernelError: no admitted platform supports the call.
 
     Source: order of the filters as in Hugging Face transformers; vLLM applies min_p before top_k. Nucleus sampling (top_p):
         Holtzman et al., 2020; min_p: Nguyen et al., 2024.
     """
-    arrays: dict[str, Any] = {
-        "logits": logits,
-        "key": key,
-        "temperature": temperature,
-        "top_p": top_p,
-        "min_p": min_p,
-        "token_mask": token_mask,
-    }
-    options: dict[str, Any] = {"return_logprobs": return_logprobs}
+    arrays, options, run = split(locals(), "logits key temperature top_k top_p min_p token_mask")
     if isinstance(top_k, (int, np.integer)) and not isinstance(top_k, bool):
         if top_k < 1:
             raise invalid("top_k", top_k, "an int of at least 1", remedy="None keeps every token")
-        options["static_top_k"] = int(top_k)
-    else:
-        arrays["top_k"] = top_k
-    return _SAMPLE_TOKENS.invoke(arrays, options, platform=platform, cfg=cfg)
+        options["static_top_k"] = int(arrays.pop("top_k"))
+    return _SAMPLE_TOKENS.invoke(arrays, options, **run)
 
 
 SampleTokens = class_api("SampleTokens", sample_tokens)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names
 from ejkernel.modules._class_api import class_api
@@ -126,8 +126,6 @@ def unified_attention(
         layout: of the caches: "pthd" as above, "phtd" for `[pages, K, page_size, D]`, "hptd" for `[K, pages, page_size, D]`.
         precision: of the matrix products; None for the full precision of the dtype.
         return_lse: return the log-sum-exp too.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: run inside `jax.shard_map` on this mesh; heads may be split.
         in_specs: one PartitionSpec or None for each array up to softmax_aux, in order.
         out_specs: PartitionSpec of the output, or a pair of them with `return_lse`.
@@ -135,43 +133,18 @@ def unified_attention(
     Returns:
         `[N, H, V]` in the queries' dtype; with `return_lse` also float32 `[N, H]`, natural logarithm, sinks included.
 
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Kwon et al., Efficient memory management for large language model serving with PagedAttention, 2023.
     """
-    _paged.check_known("kv_lens", kv_lens, block_tables, key_cache, layout)
-    arrays = {
-        "query": queries,
-        "key_pages": key_cache,
-        "value_pages": value_cache,
-        "kv_lens": kv_lens,
-        "block_tables": block_tables,
-        "query_start_loc": query_start_loc,
-        "alibi_slopes": alibi_slopes,
-        "qq_bias": qq_bias,
-        "softmax_aux": softmax_aux,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
-    options = _paged.settings(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        sliding_window=_paged.window_of(sliding_window),
-        chunk_size=chunk_size,
-        logits_soft_cap=logits_soft_cap,
-        layout=layout,
-        precision=precision,
-        return_lse=return_lse,
-        platform=platform,
-        cfg=cfg,
+    arrays, options, run = split(
+        locals(),
+        "query=queries key_pages=key_cache value_pages=value_cache kv_lens block_tables query_start_loc alibi_slopes qq_bias "
+        "softmax_aux k_scale v_scale",
     )
-    specs: dict[str, Any] = {"positional": tuple(arrays)[:9], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    specs["derived"] = functools.partial(_paged.scale_specs, layout)
+    _paged.check_known("kv_lens", kv_lens, block_tables, key_cache, layout)
+    options["sliding_window"] = _paged.window_of(sliding_window)
+    derived = functools.partial(_paged.scale_specs, layout)
     with argument_names(query="queries", key_pages="key_cache", value_pages="value_cache"):
-        return over_mesh(_paged.attend, arrays, options, **specs)
+        return over_mesh(_paged.attend, arrays, options, positional=tuple(arrays)[:9], derived=derived, **run)
 
 
 @public("softmax_aux")
@@ -216,50 +189,28 @@ def ragged_page_attention_v2(
         optimized: hint: prefer a platform's faster variant, if it has two.
         mask_value: hint: the logit that a platform may give to hidden pairs; they have no weight whatever it is.
         vmem_limit_bytes: hint: memory that a TPU kernel may use.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh, in_specs, out_specs: see `unified_attention`.
 
     Returns:
         `[N, H, D]` in the queries' dtype.
 
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Jiang et al., Ragged Paged Attention, JAX's Pallas kernels for TPU, 2025 (the layout of the cache).
     """
+    arrays, options, run = split(
+        locals(),
+        "query=queries key_pages=kv_pages kv_lens=context_lens block_tables query_start_loc num_seqs softmax_aux k_scale v_scale",
+        own="compute_dtype optimized mask_value vmem_limit_bytes",
+    )
     _paged.check_hints(
         optimized=(optimized, bool), mask_value=(mask_value, (int, float)), vmem_limit_bytes=(vmem_limit_bytes, int)
     )
     _paged.check_floating_dtype("compute_dtype", compute_dtype)
     _paged.check_known("context_lens", context_lens, block_tables, kv_pages, INTERLEAVED, num_seqs)
-    arrays = {
-        "query": queries,
-        "key_pages": kv_pages,
-        "kv_lens": context_lens,
-        "block_tables": block_tables,
-        "query_start_loc": query_start_loc,
-        "num_seqs": num_seqs,
-        "softmax_aux": softmax_aux,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
-    options = _paged.settings(
-        softmax_scale=softmax_scale,
-        logits_soft_cap=logits_soft_cap,
-        sliding_window=_paged.window_of(sliding_window),
-        chunk_size=chunk_size,
-        layout=INTERLEAVED,
-        form=_paged.attend_active,
-        platform=platform,
-        cfg=cfg,
-    )
-    specs: dict[str, Any] = {"positional": tuple(arrays)[:7], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    specs["derived"] = functools.partial(_paged.scale_specs, INTERLEAVED)
+    window = _paged.window_of(sliding_window)
+    options |= {"sliding_window": window, "layout": INTERLEAVED, "form": _paged.attend_active}
+    derived = functools.partial(_paged.scale_specs, INTERLEAVED)
     with argument_names(query="queries", key_pages="kv_pages", kv_lens="context_lens"):
-        return over_mesh(_paged.attend, arrays, options, **specs)
+        return over_mesh(_paged.attend, arrays, options, positional=tuple(arrays)[:7], derived=derived, **run)
 
 
 UnifiedAttention = class_api("UnifiedAttention", unified_attention)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ejkernel import typing as t
 from ejkernel._dispatch.explanation import capturing
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.call.partition import mesh_of
 from ejkernel.call.records import Bound
 from ejkernel.compositions.mesh import over_mesh
@@ -64,8 +64,6 @@ def decode_attention(
         chunk_size: see `unified_attention`; a multiple of page_size.
         logits_soft_cap: c > 0.
         softmax_aux: sinks, see `unified_attention`, as are k_scale and v_scale.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: run inside `jax.shard_map` on this mesh; requests and heads may be split.
         in_specs: one PartitionSpec or None for each positional array, in order.
         out_specs: PartitionSpecs of the two results.
@@ -73,43 +71,23 @@ def decode_attention(
     Returns:
         `[R, H, V]` in the query's dtype, and float32 `[R, H]`, natural logarithm, sinks included.
 
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Dao et al., Flash-Decoding for long-context inference, 2023.
     """
+    arrays, options, run = split(
+        locals(),
+        "query key_pages=key_buffer value_pages=value_buffer block_tables=req_to_tokens kv_lens=seq_lens softmax_aux k_scale "
+        "v_scale",
+    )
     page_size = as_count("page_size", page_size, 1)
     if getattr(req_to_tokens, "ndim", 0) == 2:
         room = req_to_tokens.shape[1] * page_size
         check_lengths("seq_lens", seq_lens, room, f"what {req_to_tokens.shape[1]} entries of {page_size} tokens hold")
-    arrays = {
-        "query": query,
-        "key_pages": key_buffer,
-        "value_pages": value_buffer,
-        "block_tables": req_to_tokens,
-        "kv_lens": seq_lens,
-        "softmax_aux": softmax_aux,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
-    options = _paged.settings(
-        softmax_scale=softmax_scale,
-        page_size=page_size,
-        sliding_window=_paged.window_of(sliding_window),
-        chunk_size=chunk_size,
-        logits_soft_cap=logits_soft_cap,
-        return_lse=True,
-        form=_flat_buffer,
-        platform=platform,
-        cfg=cfg,
-    )
-    specs: dict[str, Any] = {"positional": tuple(arrays)[:5], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    specs["derived"] = functools.partial(_paged.scale_specs, "pthd")
+    options |= {"page_size": page_size, "sliding_window": _paged.window_of(sliding_window)}
+    options |= {"return_lse": True, "form": _flat_buffer}
     names = {"kv_lens": "seq_lens", "block_tables": "req_to_tokens"}
+    derived = functools.partial(_paged.scale_specs, "pthd")
     with argument_names(key_pages="key_buffer", value_pages="value_buffer", **names):
-        return over_mesh(_paged.attend, arrays, options, **specs)
+        return over_mesh(_paged.attend, arrays, options, positional=tuple(arrays)[:5], derived=derived, **run)
 
 
 @public("softmax_aux")
@@ -149,8 +127,6 @@ def ragged_decode_attention(
         logits_soft_cap: c > 0.
         k_scale: factor of stored keys: a number, a scalar array, `[K]`, or `[B, S, K]` for each stored row; None is 1.
         v_scale: the same for values.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
         mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split.
         in_specs: one PartitionSpec or None for each array up to softmax_aux, in order.
         out_specs: PartitionSpec of the output.
@@ -158,13 +134,9 @@ def ragged_decode_attention(
     Returns:
         Like query, with the values' head size.
 
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Dao et al., Flash-Decoding for long-context inference, 2023.
     """
+    arrays, options, run = split(locals(), "query key value sequence_start sequence_end softmax_aux k_scale v_scale")
     if sliding_window is not None and not isinstance(sliding_window, (tuple, list)):
         refuse_traced("sliding_window", sliding_window, "a pair (left, right)")
         width = as_count("sliding_window", sliding_window, 1)
@@ -173,29 +145,10 @@ def ragged_decode_attention(
     if getattr(key, "ndim", 0) == 4:
         for name, bounds in (("sequence_start", sequence_start), ("sequence_end", sequence_end)):
             check_lengths(name, bounds, key.shape[1], "the keys of each row")
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "sequence_start": sequence_start,
-        "sequence_end": sequence_end,
-        "softmax_aux": softmax_aux,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
-    options = _paged.settings(
-        softmax_scale=softmax_scale,
-        sliding_window=_paged.window_of(sliding_window),
-        chunk_size=chunk_size,
-        logits_soft_cap=logits_soft_cap,
-        form=_dense_cache,
-        platform=platform,
-        cfg=cfg,
-    )
-    specs: dict[str, Any] = {"positional": tuple(arrays)[:6], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    specs["derived"] = functools.partial(_paged.scale_specs, "pthd")
+    options |= {"sliding_window": _paged.window_of(sliding_window), "form": _dense_cache}
+    derived = functools.partial(_paged.scale_specs, "pthd")
     with argument_names(key_pages="key", value_pages="value"):
-        return over_mesh(_attend_sequences, arrays, options, **specs)
+        return over_mesh(_attend_sequences, arrays, options, positional=tuple(arrays)[:6], derived=derived, **run)
 
 
 def _attend_sequences(**given: Any) -> Any:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import pick, public
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_api
@@ -113,19 +113,17 @@ def page_attention(
         max_context_len: hint: the longest context that a platform need expect; longer ones are computed all the same.
         num_splits: hint: into how many parts a platform may split a context; None or 0 lets it choose.
         pages_per_compute_block, megacore_mode, inline_seq_dim, mask_value: hints to kernels of TPUs. No hint changes the result.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[R, H, V]` in the query's dtype; with `return_lse` also float32 `[R, H]`.
 
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Kwon et al., PagedAttention, 2023.
     """
+    given = pick(
+        locals(),
+        "query key_pages=key_cache value_pages=value_cache kv_lens=context_lens block_tables softmax_aux alibi_slopes k_scale "
+        "v_scale chunk_size layout return_lse platform cfg",
+    )
     _check_hints(
         max_context_len=max_context_len,
         num_splits=num_splits,
@@ -137,24 +135,11 @@ def page_attention(
     _check_block_size(block_size, key_cache, layout)
     with argument_names(key_pages="key_cache", value_pages="value_cache", kv_lens="context_lens"):
         return _paged.attend(
-            query=query,
-            key_pages=key_cache,
-            value_pages=value_cache,
-            kv_lens=context_lens,
-            block_tables=block_tables,
-            softmax_aux=softmax_aux,
-            alibi_slopes=alibi_slopes,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            **given,
             softmax_scale=_one_of(softmax_scale=softmax_scale, attn_scale=attn_scale, scale=scale),
             sliding_window=_paged.window_of(sliding_window),
-            chunk_size=chunk_size,
             logits_soft_cap=_one_of(logits_soft_cap=logits_soft_cap, attn_logits_soft_cap=attn_logits_soft_cap),
-            layout=layout,
-            return_lse=return_lse,
             form=_paged.one_token_each,
-            platform=platform,
-            cfg=cfg,
         )
 
 
@@ -236,19 +221,17 @@ def prefill_page_attention(
         layout: "hptd" as above, "phtd" for `[pages, K, page_size, D]`, "pthd" for `[pages, page_size, K, D]`, the layout of
             `unified_attention` and `paged_cache_update`. It is never guessed from sizes.
         mask_value: hint to kernels of TPUs; it does not change the result.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[C, H, V]` in the query's dtype; with `return_lse` also float32 `[C, H]`.
 
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Agrawal et al., SARATHI: Efficient LLM inference by piggybacking decodes with chunked prefills, 2023.
     """
+    given = pick(
+        locals(),
+        "query key_pages=key_cache value_pages=value_cache context_len page_indices softmax_aux k_scale v_scale softmax_scale "
+        "chunk_size layout return_lse platform cfg",
+    )
     _check_hints(mask_value=mask_value)
     known = known_values(context_len)
     if known is not None and known.size == 1 and getattr(page_indices, "ndim", 0) == 1:
@@ -256,23 +239,10 @@ def prefill_page_attention(
     names = {"kv_lens": "context_len", "block_tables": "page_indices"}
     with argument_names(key_pages="key_cache", value_pages="value_cache", **names):
         return _paged.attend(
-            query=query,
-            key_pages=key_cache,
-            value_pages=value_cache,
-            context_len=context_len,
-            page_indices=page_indices,
-            softmax_aux=softmax_aux,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            softmax_scale=softmax_scale,
+            **given,
             sliding_window=_paged.window_of(sliding_window),
-            chunk_size=chunk_size,
             logits_soft_cap=_one_of(logits_soft_cap=logits_soft_cap, attn_logits_soft_cap=attn_logits_soft_cap),
-            layout=layout,
-            return_lse=return_lse,
             form=_one_request,
-            platform=platform,
-            cfg=cfg,
         )
 
 

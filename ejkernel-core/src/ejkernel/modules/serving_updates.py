@@ -6,7 +6,7 @@ import functools
 from typing import Any, overload
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import pick, public, split
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_api
@@ -101,21 +101,18 @@ def paged_cache_update(
             dtype, and the scale is stored here. Attention reads it as its `k_scale`.
         v_scale_cache: the same for values; both or neither.
         layout: of the caches: "pthd" as above, "phtd" for `[pages, K, page_size, D]`, "hptd" for `[K, pages, page_size, D]`.
-        platform: None or "auto", one platform, or several in order of preference.
 
     Returns:
         The caches; after them those of scales, where they are given. Gradients reach keys, values, scales and what was not
         overwritten, unless pages are int8 or float8.
 
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Kwon et al., PagedAttention, 2023.
     """
+    arrays = pick(
+        locals(),
+        "key=keys value=values key_pages=key_cache value_pages=value_cache kv_lens block_tables query_start_loc k_scale v_scale",
+    )
     _paged.check_known("kv_lens", kv_lens, block_tables, key_cache, layout)
-    described = {"kv_lens": kv_lens, "block_tables": block_tables, "query_start_loc": query_start_loc}
     names = {"key": "keys", "value": "values", "key_pages": "key_cache", "value_pages": "value_cache"}
     if k_scale_cache is not None or v_scale_cache is not None:
         if k_scale_cache is None or v_scale_cache is None:
@@ -126,18 +123,13 @@ def paged_cache_update(
                 raise invalid(name, "a scale", f"None beside {name}_cache", remedy="each row has its own")
         with argument_names(**names):
             return update_with_token_scales(
-                key=keys,
-                value=values,
-                key_pages=key_cache,
-                value_pages=value_cache,
+                **pick(arrays, "key value key_pages value_pages"),
                 k_scale_cache=k_scale_cache,
                 v_scale_cache=v_scale_cache,
-                described=described,
+                described=pick(arrays, "kv_lens block_tables query_start_loc"),
                 layout=layout,
                 platform=platform,
             )
-    pages = {"key_pages": key_cache, "value_pages": value_cache}
-    arrays = {"key": keys, "value": values, **pages, **described, "k_scale": k_scale, "v_scale": v_scale}
     with argument_names(**names):
         return _PAGED_CACHE_UPDATE.invoke(arrays, {"layout": layout}, platform=platform)
 
@@ -184,50 +176,24 @@ def chunked_prefill_paged_decode(
         alibi_slopes: see `unified_attention`, as are softmax_aux, softmax_scale, causal, sliding_window, chunk_size,
             logits_soft_cap and precision.
         k_scale: keys are stored divided by it and read multiplied by it; see `paged_cache_update`, as for v_scale and layout.
-        platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the attention.
         mesh, in_specs, out_specs: see `unified_attention`; three results.
 
     Returns:
         `[N, H, V]` in the queries' dtype, and the two caches.
 
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Agrawal et al., SARATHI, 2023; Yu et al., Orca (continuous batching), 2022.
     """
-    _paged.check_known("kv_lens", kv_lens, block_tables, key_cache, layout)
-    arrays = {
-        "query": queries,
-        "key": keys,
-        "value": values,
-        "key_pages": key_cache,
-        "value_pages": value_cache,
-        "kv_lens": kv_lens,
-        "block_tables": block_tables,
-        "query_start_loc": query_start_loc,
-        "alibi_slopes": alibi_slopes,
-        "softmax_aux": softmax_aux,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
-    options = _paged.settings(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        sliding_window=_paged.window_of(sliding_window),
-        chunk_size=chunk_size,
-        logits_soft_cap=logits_soft_cap,
-        layout=layout,
-        precision=precision,
-        platform=platform,
-        cfg=cfg,
+    arrays, options, run = split(
+        locals(),
+        "query=queries key=keys value=values key_pages=key_cache value_pages=value_cache kv_lens block_tables query_start_loc "
+        "alibi_slopes softmax_aux k_scale v_scale",
     )
-    specs: dict[str, Any] = {"positional": tuple(arrays)[:10], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    specs["derived"] = functools.partial(_paged.scale_specs, layout)
+    _paged.check_known("kv_lens", kv_lens, block_tables, key_cache, layout)
+    options["sliding_window"] = _paged.window_of(sliding_window)
+    derived = functools.partial(_paged.scale_specs, layout)
     with argument_names(query="queries", key="keys", value="values", key_pages="key_cache", value_pages="value_cache"):
-        return over_mesh(_separate_caches, arrays, options, **specs)
+        return over_mesh(_separate_caches, arrays, options, positional=tuple(arrays)[:10], derived=derived, **run)
 
 
 @public("softmax_aux")
@@ -276,20 +242,19 @@ def ragged_page_attention_v3(
         k_scale: keys are stored divided by it and read multiplied by it; see `paged_cache_update`, as for v_scale.
         q_scale: refused unless None: queries are multiplied in their own dtype.
         vmem_limit_bytes: hint: memory that a TPU kernel may use; never changes results.
-        platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the attention.
         mesh, in_specs, out_specs: see `unified_attention`; two results.
 
     Returns:
         `[N, H, D]` in the queries' dtype, and the cache.
 
-    Raises:
-        ValueError: shapes or values that do not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Jiang et al., Ragged Paged Attention, kernels for TPU, 2025 (the layout of the cache).
     """
+    arrays, options, run = split(
+        locals(),
+        "queries keys values kv_cache kv_lens block_tables query_start_loc distribution softmax_aux k_scale v_scale",
+        own="q_scale vmem_limit_bytes",
+    )
     if q_scale is not None:
         raise invalid("q_scale", q_scale, "None", remedy="queries are not quantised; k_scale and v_scale belong to the cache")
     _paged.check_hints(vmem_limit_bytes=(vmem_limit_bytes, int))
@@ -297,31 +262,10 @@ def ragged_page_attention_v3(
     check_array("kv_cache", kv_cache, ndim=5, floating=False)
     sizes = {"tokens": queries.shape[0], "page_size": kv_cache.shape[1]}
     _paged.check_distributed(query_start_loc, kv_lens, block_tables, distribution, **sizes)
-    arrays = {
-        "queries": queries,
-        "keys": keys,
-        "values": values,
-        "kv_cache": kv_cache,
-        "kv_lens": kv_lens,
-        "block_tables": block_tables,
-        "query_start_loc": query_start_loc,
-        "distribution": distribution,
-        "softmax_aux": softmax_aux,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
-    options = _paged.settings(
-        softmax_scale=softmax_scale,
-        logits_soft_cap=logits_soft_cap,
-        sliding_window=_paged.window_of(sliding_window),
-        chunk_size=chunk_size,
-        platform=platform,
-        cfg=cfg,
-    )
-    specs: dict[str, Any] = {"positional": tuple(arrays)[:9], "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    specs["derived"] = functools.partial(_paged.scale_specs, "packed")
+    options["sliding_window"] = _paged.window_of(sliding_window)
+    derived = functools.partial(_paged.scale_specs, "packed")
     with argument_names(query="queries", key="keys", value="values", key_pages="kv_cache"):
-        return over_mesh(_packed_cache, arrays, options, **specs)
+        return over_mesh(_packed_cache, arrays, options, positional=tuple(arrays)[:9], derived=derived, **run)
 
 
 def _separate_caches(**given: Any) -> tuple[Any, Any, Any]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ejkernel import typing as t
 from ejkernel._dispatch.explanation import capturing
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import pick, public, split
 from ejkernel.compositions.mesh import over_mesh, with_rows
 from ejkernel.compositions.native_sparse_decode import decode_branches
 from ejkernel.errors import invalid
@@ -40,9 +40,6 @@ __all__ = [
     "native_spare_attention",
     "native_sparse_attention",
 ]
-
-_POSITIONAL = ("query", "key", "value", "g_cmp", "g_slc", "block_indices", "block_counts", "cu_seqlens", "g_swa")
-_WITH_LENGTHS = (*_POSITIONAL, "kv_lens")
 
 
 @public("g_cmp", "g_slc", "block_indices", "block_counts", "cu_seqlens")
@@ -105,48 +102,34 @@ def native_sparse_attention(
     Returns:
         `[B, T, H, V]` in the query's dtype. A query that sees nothing in a branch gets 0 from it.
 
-    Raises:
-        ValueError: a shape or a value does not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Yuan et al., Native Sparse Attention, 2025 (with means as its compression).
     """
+    arrays, options, run = split(
+        locals(), "query key value g_cmp g_slc block_indices block_counts cu_seqlens g_swa kv_lens", "scale=softmax_scale"
+    )
     bind.check_query_key_value(query, key, value)
     window_size = as_count("window_size", window_size, 0)
     if g_swa is not None and not window_size:
         raise invalid("g_swa", "a gate", "None without a window", remedy="pass window_size=")
-    for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa)):
-        if gate is not None:
+    for name in ("g_cmp", "g_slc", "g_swa"):
+        if (gate := arrays[name]) is not None:
             check_array(name, gate)
             if tuple(gate.shape) != tuple(query.shape[:3]):
                 raise invalid(name, f"shape {tuple(gate.shape)}", f"[B,T,H] = {tuple(query.shape[:3])}")
     counts = _as_counts(block_counts, query.shape[:2] + key.shape[2:3])
     _check_lengths(query, key, cu_seqlens, kv_lens)
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "g_cmp": g_cmp,
-        "g_slc": g_slc,
-        "block_indices": block_indices,
-        "block_counts": None if isinstance(counts, int) else block_counts,
-        "cu_seqlens": cu_seqlens,
-        "g_swa": g_swa,
-        "kv_lens": kv_lens,
-    }
+    if isinstance(counts, int):
+        arrays["block_counts"] = None
     block_size = as_count("block_size", block_size, 1)
-    options = {
+    options |= {
         "count": _most_blocks(counts, key.shape[1], block_size) if block_indices is None else _static(counts),
         "block_size": block_size,
         "window_size": window_size,
         "scale": softmax_scale if is_traced(softmax_scale) else as_scale(softmax_scale, query.shape[3]),
-        "platform": platform,
-        "cfg": cfg,
     }
     if kv_lens is not None:
-        in_specs = with_rows(in_specs, _POSITIONAL)
-    return over_mesh(_branches, arrays, options, positional=_WITH_LENGTHS, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        run["in_specs"] = with_rows(in_specs, tuple(arrays)[:-1])
+    return over_mesh(_branches, arrays, options, **run)
 
 
 @public("g_cmp", "g_slc", "block_indices", "block_counts", "block_size", "scale", "cu_seqlens")
@@ -179,22 +162,12 @@ def native_spare_attention(
     Returns:
         `[B, T, H, V]`.
     """
-    return native_sparse_attention(
-        q,
-        k,
-        v,
-        g_cmp=g_cmp,
-        g_slc=g_slc,
-        block_indices=block_indices,
-        block_counts=block_counts,
-        cu_seqlens=cu_seqlens,
-        block_size=block_size,
-        window_size=window_size,
-        g_swa=g_swa,
-        softmax_scale=scale,
-        platform=platform,
-        cfg=cfg,
+    given = pick(
+        locals(),
+        "query=q key=k value=v softmax_scale=scale g_cmp g_slc block_indices block_counts cu_seqlens block_size window_size g_swa "
+        "platform cfg",
     )
+    return native_sparse_attention(**given)
 
 
 @overload
@@ -272,26 +245,17 @@ def apply_native_sparse_attention(
         softmax_scale: factor on the products; None = `1 / sqrt(D)`.
         cu_seqlens: integers `[n + 1]`, cumulative lengths of packed sequences, with B = 1; may be traced.
         return_lse: return the log-sum-exp too.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[B, T, H, V]` in the query's dtype, 0 for a query that names no block; with `return_lse` also float32 `[B, T, H]`,
         natural logarithm, -inf there, differentiable.
 
-    Raises:
-        ValueError: a shape or a value does not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Yuan et al., Native Sparse Attention, 2025, section 3.3.2.
     """
-    arrays: dict[str, Any] = {"query": query, "key": key, "value": value, "block_indices": block_indices}
-    arrays["cu_seqlens"] = cu_seqlens
-    options: dict[str, Any] = {"block_size": block_size, "softmax_scale": softmax_scale, "return_lse": return_lse}
-    is_array = getattr(block_counts, "ndim", 0) > 0
-    (arrays if is_array else options)["block_counts"] = block_counts
-    return _SELECTED.invoke(arrays, options, platform=platform, cfg=cfg)
+    arrays, options, run = split(locals(), "query key value block_indices cu_seqlens")
+    if getattr(block_counts, "ndim", 0) > 0:
+        arrays["block_counts"] = options.pop("block_counts")
+    return _SELECTED.invoke(arrays, options, **run)
 
 
 def _branches(

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel import typing as t
 from ejkernel._dispatch.explanation import capturing
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions.mesh import over_mesh, with_rows
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_api
@@ -26,7 +26,6 @@ from ejkernel.utils.tracing import is_traced
 __all__ = ["DeepSeekAttention", "deepseek_attn"]
 
 _POSITIONAL = ("query", "key_value", "w_kc", "w_vc", "query_index", "key_index", "index_weights", "b_q", "b_k")
-_WITH_LENGTHS = (*_POSITIONAL, "kv_lens")
 
 
 @public("b_q", "b_k")
@@ -90,51 +89,29 @@ def deepseek_attn(
     Returns:
         `[B, T, H, V]` in the query's dtype.
 
-    Raises:
-        ValueError: a shape or a value does not fit.
-        TypeError: a wrong type or dtype.
-        NoKernelError: no admitted platform supports the call.
-
     Source: DeepSeek-AI, DeepSeek-V3.2, 2025, section 2.1; DeepSeek-V2, 2024, section 2.1 (latent attention).
     """
-    arrays = {
-        "query": query,
-        "key_value": key_value,
-        "w_kc": w_kc,
-        "w_vc": w_vc,
-        "query_index": query_index,
-        "key_index": key_index,
-        "index_weights": index_weights,
-        "b_q": b_q,
-        "b_k": b_k,
-        "kv_lens": kv_lens,
-        "key_index_scale": key_index_scale,
-    }
+    arrays, options, run = split(
+        locals(),
+        "query key_value w_kc w_vc query_index key_index index_weights b_q b_k kv_lens key_index_scale",
+        "count=index_topk scale=softmax_scale",
+        own="index_softmax_scale",
+    )
     _check(arrays)
     if index_softmax_scale is not None and not is_traced(index_softmax_scale):  # a positive factor chooses the same tokens
         index_scale = as_number("index_softmax_scale", index_softmax_scale)
         if index_scale <= 0:
             raise invalid("index_softmax_scale", index_scale, "a value > 0")
     size = w_kc.shape[2] + (0 if b_k is None else b_k.shape[2])
-    options = {
+    options |= {
         "count": min(as_count("index_topk", index_topk, 1), key_value.shape[1]),
         "scale": softmax_scale if is_traced(softmax_scale) else as_scale(softmax_scale, size),
         "causal": as_flag("causal", causal),
-        "platform": platform,
-        "cfg": cfg,
     }
     if kv_lens is not None:
-        in_specs = with_rows(in_specs, _POSITIONAL)
-    return over_mesh(
-        _attend,
-        arrays,
-        options,
-        positional=_WITH_LENGTHS,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        derived=lambda _, specs: {"key_index_scale": P((*specs["query"], None)[0])},
-    )
+        run["in_specs"] = with_rows(in_specs, _POSITIONAL)
+    along: Any = lambda _, specs: {"key_index_scale": P((*specs["query"], None)[0])}  # noqa: E731
+    return over_mesh(_attend, arrays, options, positional=(*_POSITIONAL, "kv_lens"), derived=along, **run)
 
 
 def _attend(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import pick, public, split
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid, wrong_type
@@ -67,23 +67,18 @@ def state_space_v1(
             neighbours; the first token that takes part starts from initial_state.
         cu_seqlens: integers `[n + 1]`, not decreasing, from 0 to at most T; may be traced; B = 1. Sequence i is the tokens
             from cu_seqlens[i] to cu_seqlens[i + 1]; tokens after the last one take no part, whatever they hold, and get 0.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         y `[B,T,I]` in the dtype of hidden_states, the last state in float32, shaped like initial_state, and conv_state.
 
     Raises:
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023.
     """
-    arrays = {"x": hidden_states, "A": A, "B": B, "C": C, "D": D, "dt": dt, "initial_state": initial_state}
-    more = {"dt_bias": dt_bias, "segments": seg_ids, "cu_seqlens": cu_seqlens}
+    arrays = pick(locals(), "x=hidden_states A B C D dt initial_state dt_bias segments=seg_ids cu_seqlens")
     options = {"dt_softplus": as_flag("dt_softplus", dt_softplus)}
-    out, state = _SELECTIVE_SCAN.invoke({**arrays, **more}, options, platform=platform, cfg=cfg, form=_scan)
+    out, state = _SELECTIVE_SCAN.invoke(arrays, options, platform=platform, cfg=cfg, form=_scan)
     activated = activation(act_fn)
     if gate is not None:
         used = _used_gate(gate, out, "[B, T, I]", seg_ids, cu_seqlens)
@@ -145,7 +140,6 @@ def state_space_v2(
         dt_softplus: dt becomes `log(1 + exp(dt))`, after the bias.
         seg_ids, cu_seqlens: where sequences end, as for `state_space_v1`.
         precision: of the products; None = full precision of the dtype.
-        platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation of the recurrence.
 
     Returns:
@@ -153,12 +147,11 @@ def state_space_v2(
 
     Raises:
         ValueError: a shape does not fit, use_gated_rmsnorm without a gate, or a weight or groups of the norm without its order.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
         Duality, 2024.
     """
+    arrays = pick(locals(), "x A B C D dt initial_state dt_bias segments=seg_ids cu_seqlens")
     with_norm = as_flag("use_gated_rmsnorm", use_gated_rmsnorm)
     if with_norm and gate is None:
         raise invalid("use_gated_rmsnorm", True, "a gate with it", remedy="pass gate=, or normalise with rms_norm")
@@ -166,10 +159,8 @@ def state_space_v2(
     order = _norm_order(norm, with_norm)
     finite_number("rmsnorm_eps", rmsnorm_eps, at_least=0)
     check_bounds(cu_seqlens, "x", x)
-    arrays = {"x": x, "A": A, "B": B, "C": C, "D": D, "dt": dt, "initial_state": initial_state}
-    more = {"dt_bias": dt_bias, "segments": seg_ids, "cu_seqlens": cu_seqlens}
     options = {"n_groups": n_groups, "precision": precision, "dt_softplus": as_flag("dt_softplus", dt_softplus)}
-    out, state = _LINEAR_RECURRENCE.invoke({**arrays, **more}, options, platform=platform, cfg=cfg, form=_ssd)
+    out, state = _LINEAR_RECURRENCE.invoke(arrays, options, platform=platform, cfg=cfg, form=_ssd)
     activated = activation(act_fn)
     if gate is None:
         return out, state, conv_state
@@ -374,21 +365,14 @@ def rwkv4(
         state: `[B,3,C]`: numerator and denominator, both divided by `exp` of the third, the exponent; None = nothing seen, which
             is `(0, 0, -1e30)`.
         return_state: also return the last state.
-        platform: None or "auto", one platform, or several in order of preference.
-        cfg: config override for the chosen implementation.
 
     Returns:
         `[B,T,C]` in the dtype of v; with return_state a tuple with the last state `[B,3,C]` in float32.
 
-    Raises:
-        ValueError: a shape does not fit.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
-
     Source: Peng et al., RWKV: Reinventing RNNs for the Transformer Era, 2023.
     """
-    arrays = {"w": w, "u": u, "k": k, "v": v, "state": state}
-    return _RWKV4.invoke(arrays, {"return_state": return_state}, platform=platform, cfg=cfg)
+    arrays, options, run = split(locals(), "w u k v state")
+    return _RWKV4.invoke(arrays, options, **run)
 
 
 StateSpaceV1 = class_api("StateSpaceV1", state_space_v1)

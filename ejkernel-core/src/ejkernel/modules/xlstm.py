@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid, wrong_type
@@ -55,7 +55,6 @@ def mlstm(
         forget_activation: "sigmoid", or "exp", for which forget_gate is the logarithm of f.
         softmax_scale: factor of query; None = `1 / sqrt(D)`.
         epsilon: added to the divisor, >= 0.
-        platform: None or "auto", one platform, or several in order of preference.
         cfg: config override for the chosen implementation of `linear_recurrence`.
 
     Returns:
@@ -64,31 +63,19 @@ def mlstm(
 
     Raises:
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
-        TypeError: a dtype does not fit.
-        NoKernelError: no admitted platform supports the call.
 
     Source: Beck et al., xLSTM: Extended Long Short-Term Memory, 2024; xLSTM 7B, 2025, for epsilon.
     """
+    arrays, options, run = split(
+        locals(), "query key value input_gate forget_gate initial_state cu_seqlens", "scale=softmax_scale"
+    )
     check_given(query=query, key=key, value=value, input_gate=input_gate, forget_gate=forget_gate)
     if initial_state is not None and (not isinstance(initial_state, tuple) or len(initial_state) != 3):
         raise wrong_type("initial_state", type(initial_state).__name__, "a tuple of three arrays, C, n and m")
     if forget_activation not in ("sigmoid", "exp"):
         raise invalid("forget_activation", repr(forget_activation), "'sigmoid' or 'exp'")
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "input_gate": input_gate,
-        "forget_gate": forget_gate,
-        "initial_state": initial_state,
-        "cu_seqlens": cu_seqlens,
-    }
-    options = {
-        "forget_activation": forget_activation,
-        "scale": softmax_scale,
-        "epsilon": finite_number("epsilon", epsilon, at_least=0),
-    }
-    return _LINEAR_RECURRENCE.invoke(arrays, options, platform=platform, cfg=cfg, form=_memory)
+    options["epsilon"] = finite_number("epsilon", epsilon, at_least=0)
+    return _LINEAR_RECURRENCE.invoke(arrays, options, form=_memory, **run)
 
 
 _LARGEST = 80.0
