@@ -208,9 +208,11 @@ def _as_operand(array: Any, dtype: Any) -> Any:
     return array if bits is None else jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=bits)
 
 
-@_as_operand.defjvp
 def _as_operand_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
     return _as_operand(*primals, dtype), tangents[0]
+
+
+_as_operand.defjvp(_as_operand_jvp)
 
 
 def _turned(array: Any, bias: Any, turns: Any, dtype: Any) -> Any:
@@ -230,13 +232,15 @@ def _turned_operand(array: Any, turns: Any, dtype: Any) -> Any:
     return _as_operand(_turn(array, turns), dtype)
 
 
-@_turned_operand.defjvp
 def _turned_operand_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (array, turns), (d_array, d_turns) = primals, tangents
-    out = _turned_operand(array, turns, dtype)
+    out: Any = _turned_operand(array, turns, dtype)
     even, odd = _pairs(out)
     aside = jnp.stack([-odd, even], axis=-1) * (_TURN * d_turns)[..., None]
     return out, _turn(d_array, turns) + aside.reshape(out.shape)
+
+
+_turned_operand.defjvp(_turned_operand_jvp)
 
 
 def _pairs(array: Any) -> tuple[Any, Any]:
