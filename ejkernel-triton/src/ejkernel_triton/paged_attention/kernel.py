@@ -18,12 +18,12 @@ from ejkernel.operations.paged_attention.interface import PagedAttentionCall, Pa
 from ejkernel.utils.dtypes import common_dtype
 from ejkernel_triton._blocks import dot_block
 from ejkernel_triton._jax_triton import call_kernel
-from ejkernel_triton._numerics import dot_precision
-from ejkernel_triton._pages import batch_stride, search_block, storage, strides_of, with_common_batch
+from ejkernel_triton._pages import search_block, storage, with_common_batch
 from ejkernel_triton._requests import count_up_to
 from ejkernel_triton._stored import load_rows
 from ejkernel_triton.paged_attention.config import DECODE_STAGES, PagedAttentionConfig, warps_of
-from ejkernel_triton.paged_attention.schedule import UNBOUNDED, Schedule, Sizes, make_schedule
+from ejkernel_triton.paged_attention.params import PagedAttentionParams, params_of
+from ejkernel_triton.paged_attention.schedule import Schedule, Sizes, make_schedule
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -63,23 +63,10 @@ def _online_softmax_update(
     pages,
     table_width,
     MASK_KIND: tl.constexpr,
-    D: tl.constexpr,
-    V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEY_PAGE: tl.constexpr,
-    KEY_TOKEN: tl.constexpr,
-    VALUE_PAGE: tl.constexpr,
-    VALUE_TOKEN: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    BIAS: tl.constexpr,
-    SCALE_ABOVE_0: tl.constexpr,
-    PRECISION: tl.constexpr,
+    P: tl.constexpr,
 ):
     """Online-softmax update with one key block; prefetches the next block's pages.
 
@@ -87,43 +74,44 @@ def _online_softmax_update(
     row multiplies it by its weight. In a FULL block every row sees every key whose page exists, so there is no mask: a missing
     page gives a maximum of -inf, or a logit of -inf if keys have pages of their own.
     """
-    ONE_PAGE: tl.constexpr = PAGE % BLOCK_K == 0
+    ALIBI: tl.constexpr = P.slopes > 0
+    ONE_PAGE: tl.constexpr = P.page_size % BLOCK_K == 0
     # Scale together with the subtraction of the maximum, as one FMA.
-    SCALE_LATE: tl.constexpr = MASK_KIND == FULL and SCALE_ABOVE_0 and SOFT_CAP == 0 and not ALIBI
+    SCALE_LATE: tl.constexpr = MASK_KIND == FULL and P.scale > 0 and P.key_scales == 0 and P.soft_cap == 0 and not ALIBI
     i_key = i_block * BLOCK_K + tl.arange(0, BLOCK_K)  # [BLOCK_K]
     m_page = (i_page >= 0) & (i_page < pages)
     m_key = m_page & (i_key >= 0) if MASK_KIND == FULL else m_page & (i_key >= i_lowest) & (i_key < i_limit)
     if ONE_PAGE:  # addresses are a base plus constants
-        i_first = i_block * BLOCK_K % PAGE
-        p_key += i_page.to(tl.int64) * KEY_PAGE + i_first * KEY_TOKEN
-        p_value += i_page.to(tl.int64) * VALUE_PAGE + i_first * VALUE_TOKEN
-        o_key = tl.arange(0, BLOCK_K) * KEY_TOKEN
-        o_value = tl.arange(0, BLOCK_K) * VALUE_TOKEN
+        i_first = i_block * BLOCK_K % P.page_size
+        p_key += i_page.to(tl.int64) * P.key_page + i_first * P.key_token
+        p_value += i_page.to(tl.int64) * P.value_page + i_first * P.value_token
+        o_key = tl.arange(0, BLOCK_K) * P.key_token
+        o_value = tl.arange(0, BLOCK_K) * P.value_token
     else:
-        o_key = i_page.to(tl.int64) * KEY_PAGE + (i_key % PAGE) * KEY_TOKEN
-        o_value = i_page.to(tl.int64) * VALUE_PAGE + (i_key % PAGE) * VALUE_TOKEN
-    i_next_page = _pages_of_block(p_table, i_block + 1, table_width, BLOCK_K, PAGE)
-    b_key = load_rows(p_key, o_key, m_key, D, BLOCK_D, b_query.dtype)  # [BLOCK_K, BLOCK_D]
-    b_value = load_rows(p_value, o_value, m_key, V, BLOCK_V, b_query.dtype)  # [BLOCK_K, BLOCK_V]
+        o_key = i_page.to(tl.int64) * P.key_page + (i_key % P.page_size) * P.key_token
+        o_value = i_page.to(tl.int64) * P.value_page + (i_key % P.page_size) * P.value_token
+    i_next_page = _pages_of_block(p_table, i_block + 1, table_width, BLOCK_K, P.page_size)
+    b_key = load_rows(p_key, o_key, m_key, P.width, BLOCK_D, b_query.dtype)  # [BLOCK_K, BLOCK_D]
+    b_value = load_rows(p_value, o_value, m_key, P.channels, BLOCK_V, b_query.dtype)  # [BLOCK_K, BLOCK_V]
 
-    b_logit = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)  # [BLOCK_M, BLOCK_K]
-    if SOFT_CAP > 0:
+    b_logit = tl.dot(b_query, tl.trans(b_key), input_precision=P.precision)  # [BLOCK_M, BLOCK_K]
+    if P.soft_cap > 0:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), with factor = 2 scale / cap
-        b_logit = SOFT_CAP * LOG2E * (1.0 - 2.0 / (tl.exp2(b_logit * (b_factor * LOG2E)) + 1.0))
+        b_logit = P.soft_cap * LOG2E * (1.0 - 2.0 / (tl.exp2(b_logit * (b_factor * LOG2E)) + 1.0))
     elif not SCALE_LATE:
         b_logit = b_logit * (b_factor * LOG2E)
     if ALIBI:
         b_logit += (b_slope * LOG2E)[:, None] * (i_key[None, :] - i_position[:, None]).to(tl.float32)
     m_logit = m_key[None, :]
     if MASK_KIND == MASKED:
-        if CAUSAL:
+        if P.causal:
             m_logit = m_logit & (i_key[None, :] <= i_position[:, None])
-        if WINDOW > 0:
-            m_logit = m_logit & (i_key[None, :] > i_position[:, None] - WINDOW)
-        if BIAS > 0:
+        if P.window > 0:
+            m_logit = m_logit & (i_key[None, :] > i_position[:, None] - P.window)
+        if P.bias > 0:
             i_new = i_key - i_first_new  # [BLOCK_K]
-            m_bias = (i_local < BIAS)[:, None] & ((i_new >= 0) & (i_new < BIAS))[None, :]
-            b_bias = tl.load(p_bias + i_local[:, None] * BIAS + i_new[None, :], mask=m_bias, other=0.0).to(tl.float32)
+            m_bias = (i_local < P.bias)[:, None] & ((i_new >= 0) & (i_new < P.bias))[None, :]
+            b_bias = tl.load(p_bias + i_local[:, None] * P.bias + i_new[None, :], mask=m_bias, other=0.0).to(tl.float32)
             m_logit = m_logit & (b_bias != float("-inf"))
             b_logit += b_bias * LOG2E
     if MASK_KIND != FULL:
@@ -148,7 +136,7 @@ def _online_softmax_update(
         b_value = tl.where(m_finite, b_value, 0.0)
         b_weight = tl.where(m_logit & m_nonfinite[None, :], float("nan"), b_weight)
     b_sum = b_sum * b_rescale + tl.sum(b_weight, axis=1)
-    b_acc = tl.dot(b_weight.to(b_value.dtype), b_value, b_acc * b_rescale[:, None], input_precision=PRECISION)
+    b_acc = tl.dot(b_weight.to(b_value.dtype), b_value, b_acc * b_rescale[:, None], input_precision=P.precision)
     return b_new_max, b_sum, b_acc, i_next_page
 
 
@@ -198,61 +186,30 @@ def paged_attention_kernel(
     p_lse,
     p_partial,
     p_partial_lse,
-    SCALE: tl.constexpr,
-    D: tl.constexpr,
-    V: tl.constexpr,
+    P: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
     HEADS_OF_TILE: tl.constexpr,
     HEAD_TILES: tl.constexpr,
     TOKENS: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEY_PAGE: tl.constexpr,
-    KEY_TOKEN: tl.constexpr,
-    KEY_HEAD: tl.constexpr,
-    KEY_BATCH: tl.constexpr,
-    VALUE_PAGE: tl.constexpr,
-    VALUE_TOKEN: tl.constexpr,
-    VALUE_HEAD: tl.constexpr,
-    VALUE_BATCH: tl.constexpr,
-    FIRST_VALUE: tl.constexpr,
-    SCHEDULES: tl.constexpr,
-    TABLES: tl.constexpr,
-    SINKS: tl.constexpr,
-    SLOPES: tl.constexpr,
-    BIAS: tl.constexpr,
-    BIAS_BATCH: tl.constexpr,
-    BIAS_REQUEST: tl.constexpr,
-    KEY_SCALE: tl.constexpr,
-    KEY_SCALE_BATCH: tl.constexpr,
-    VALUE_SCALE: tl.constexpr,
-    VALUE_SCALE_BATCH: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    SAVE_LSE: tl.constexpr,
     DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
     SEARCH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One split of one tile. SCHEDULES, TABLES, SINKS and SLOPES are 0 for none, 1 for one that the batch shares, 2 for one per
-    batch member; KEY_SCALE and VALUE_SCALE 0 for none, else how many there are."""
+    """One split of one tile. P: `PagedAttentionParams`. A tile has TOKENS tokens of HEADS_OF_TILE heads."""
     i_head_tile = tl.program_id(0) % HEAD_TILES
     i_unit = (tl.program_id(0) // HEAD_TILES) % units
     i_batch = tl.program_id(0) // HEAD_TILES // units
-    i_key_head = i_head_tile // (HEAD_TILES // KEY_HEADS)
-    o_schedule = i_batch * requests if SCHEDULES == 2 else 0
+    i_key_head = i_head_tile // (HEAD_TILES // P.key_heads)
+    o_schedule = i_batch * requests if P.schedules == 2 else 0
     i_request = count_up_to(p_units_up_to + o_schedule, requests, i_unit, SEARCH)
     if i_request >= requests:
         return
 
     # The tile: its tokens, rows, and the keys that any of its rows sees.
-    o_starts = p_starts + o_schedule + (i_batch if SCHEDULES == 2 else 0) + i_request
+    o_starts = p_starts + o_schedule + (i_batch if P.schedules == 2 else 0) + i_request
     i_start = tl.minimum(tl.maximum(tl.load(o_starts), 0), tokens)
     i_end = tl.minimum(tl.maximum(tl.load(o_starts + 1), i_start), tokens)
     keys = tl.load(p_lengths + o_schedule + i_request)
@@ -265,14 +222,14 @@ def paged_attention_kernel(
     to_position = keys - i_end
     i_row = tl.arange(0, BLOCK_M)
     i_token = i_first + i_row // HEADS_OF_TILE  # [BLOCK_M]
-    i_in_group = (i_head_tile % (HEAD_TILES // KEY_HEADS)) * HEADS_OF_TILE + i_row % HEADS_OF_TILE
-    i_head = i_key_head * (HEADS // KEY_HEADS) + i_in_group  # [BLOCK_M]
-    m_row = (i_token < i_last) & (i_row < TOKENS * HEADS_OF_TILE) & (i_in_group < HEADS // KEY_HEADS)
+    i_in_group = (i_head_tile % (HEAD_TILES // P.key_heads)) * HEADS_OF_TILE + i_row % HEADS_OF_TILE
+    i_head = i_key_head * (P.heads // P.key_heads) + i_in_group  # [BLOCK_M]
+    m_row = (i_token < i_last) & (i_row < TOKENS * HEADS_OF_TILE) & (i_in_group < P.heads // P.key_heads)
     i_lowest = 0
-    i_limit = tl.minimum(keys, table_width * PAGE)
-    if WINDOW > 0:
-        i_lowest = tl.maximum(i_first + to_position - WINDOW + 1, 0)
-    if CAUSAL:
+    i_limit = tl.minimum(keys, table_width * P.page_size)
+    if P.window > 0:
+        i_lowest = tl.maximum(i_first + to_position - P.window + 1, 0)
+    if P.causal:
         i_limit = tl.minimum(i_limit, i_last + to_position)
     i_low_block = i_lowest // BLOCK_K
     blocks = tl.maximum(tl.cdiv(i_limit, BLOCK_K) - i_low_block, 0)
@@ -280,74 +237,75 @@ def paged_attention_kernel(
     i_begin = i_low_block + tl.minimum(i_split * blocks_of_split, blocks)
     i_stop = i_low_block + tl.minimum((i_split + 1) * blocks_of_split, blocks)
 
-    o_head = (i_batch.to(tl.int64) * tokens + i_token) * HEADS + i_head  # [BLOCK_M]
+    o_head = (i_batch.to(tl.int64) * tokens + i_token) * P.heads + i_head  # [BLOCK_M]
     o_size = tl.arange(0, BLOCK_D)
-    m_query = m_row[:, None] & (o_size < D)[None, :]
-    b_query = tl.load(p_query + o_head[:, None] * D + o_size[None, :], mask=m_query, other=0.0).to(DTYPE)  # [BLOCK_M, BLOCK_D]
-    b_factor = 2.0 * SCALE / SOFT_CAP if SOFT_CAP > 0 else SCALE * 1.0
-    if KEY_SCALE > 0:
-        b_factor *= tl.load(p_key_scale + i_batch * KEY_SCALE_BATCH + (i_key_head if KEY_SCALE > 1 else 0))
+    m_query = m_row[:, None] & (o_size < P.width)[None, :]
+    b_query = tl.load(p_query + o_head[:, None] * P.width + o_size[None, :], mask=m_query, other=0.0)  # [BLOCK_M, BLOCK_D]
+    b_query = b_query.to(DTYPE)
+    b_factor = 2.0 * P.scale / P.soft_cap if P.soft_cap > 0 else P.scale * 1.0
+    if P.key_scales > 0:
+        b_factor *= tl.load(p_key_scale + i_batch * P.key_scale_batch + (i_key_head if P.key_scales > 1 else 0))
     b_slope = tl.zeros([BLOCK_M], tl.float32)
-    if SLOPES > 0:
-        b_slope = tl.load(p_slopes + (i_batch * HEADS if SLOPES == 2 else 0) + i_head, mask=m_row, other=0.0).to(tl.float32)
-    p_key += i_batch.to(tl.int64) * KEY_BATCH + i_key_head.to(tl.int64) * KEY_HEAD
-    p_value += i_batch.to(tl.int64) * VALUE_BATCH + i_key_head.to(tl.int64) * VALUE_HEAD + FIRST_VALUE
-    i_table = (i_batch if TABLES == 2 else 0) * requests + i_request
+    if P.slopes > 0:
+        b_slope = tl.load(p_slopes + (i_batch * P.heads if P.slopes == 2 else 0) + i_head, mask=m_row, other=0.0).to(tl.float32)
+    p_key += i_batch.to(tl.int64) * P.key_batch + i_key_head.to(tl.int64) * P.key_head
+    p_value += i_batch.to(tl.int64) * P.value_batch + i_key_head.to(tl.int64) * P.value_head + P.first_value
+    i_table = (i_batch if P.tables == 2 else 0) * requests + i_request
     p_tables += i_table.to(tl.int64) * table_width
-    p_bias += i_batch.to(tl.int64) * BIAS_BATCH + i_request.to(tl.int64) * BIAS_REQUEST
+    p_bias += i_batch.to(tl.int64) * P.bias_batch + i_request.to(tl.int64) * P.bias_request
     i_position = i_token + to_position
     i_local = i_token - i_start
     i_first_new = i_start + to_position
 
     # The full range, which needs no mask, lies between the window's edge and the first row's position.
-    UNIFORM_ROWS: tl.constexpr = (TOKENS == 1 or not (CAUSAL or WINDOW > 0)) and BIAS == 0
+    UNIFORM_ROWS: tl.constexpr = (TOKENS == 1 or not (P.causal or P.window > 0)) and P.bias == 0
     i_full_begin = i_begin
     i_full_stop = i_stop
     if not UNIFORM_ROWS:
-        if WINDOW > 0:
-            i_full_begin = tl.maximum(i_last - 1 + to_position - WINDOW + BLOCK_K, 0) // BLOCK_K
+        if P.window > 0:
+            i_full_begin = tl.maximum(i_last - 1 + to_position - P.window + BLOCK_K, 0) // BLOCK_K
             i_full_begin = tl.minimum(tl.maximum(i_full_begin, i_begin), i_stop)
-        if CAUSAL:
+        if P.causal:
             i_full_stop = tl.maximum(i_first + to_position + 1, 0) // BLOCK_K
-        if BIAS > 0:
+        if P.bias > 0:
             i_full_stop = i_full_begin
         i_full_stop = tl.minimum(i_full_stop, i_limit // BLOCK_K)
         i_full_stop = tl.minimum(tl.maximum(i_full_stop, i_full_begin), i_stop)
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    i_page = _pages_of_block(p_tables, i_begin, table_width, BLOCK_K, PAGE)
+    i_page = _pages_of_block(p_tables, i_begin, table_width, BLOCK_K, P.page_size)
     for PHASE in tl.static_range(3):
-        if PHASE == 1 or (not UNIFORM_ROWS and (PHASE == 2 or WINDOW > 0)):
+        if PHASE == 1 or (not UNIFORM_ROWS and (PHASE == 2 or P.window > 0)):
             i_from = i_begin if PHASE == 0 else (i_full_begin if PHASE == 1 else i_full_stop)
             i_to = i_full_begin if PHASE == 0 else (i_full_stop if PHASE == 1 else i_stop)
-            for i_block in tl.range(i_from, i_to, num_stages=STAGES if PHASE == 1 or PAGE % BLOCK_K != 0 else min(STAGES, 2)):
+            for i_block in tl.range(
+                i_from, i_to, num_stages=STAGES if PHASE == 1 or P.page_size % BLOCK_K != 0 else min(STAGES, 2)
+            ):
                 b_max, b_sum, b_acc, i_page = _online_softmax_update(
                     b_query, b_max, b_sum, b_acc, i_page, i_block, i_lowest, i_limit, i_position, i_local, i_first_new, b_factor,
                     b_slope, p_key, p_value, p_tables, p_bias, pages, table_width,
-                    MASKED if PHASE != 1 else (UNIFORM if UNIFORM_ROWS else FULL), D, V, BLOCK_D, BLOCK_V, BLOCK_K, PAGE,
-                    KEY_PAGE, KEY_TOKEN, VALUE_PAGE, VALUE_TOKEN, CAUSAL, WINDOW, SOFT_CAP, SLOPES > 0, BIAS,
-                    SCALE > 0 and KEY_SCALE == 0, PRECISION,
+                    MASKED if PHASE != 1 else (UNIFORM if UNIFORM_ROWS else FULL), BLOCK_D, BLOCK_V, BLOCK_K, P,
                 )  # fmt: skip
 
     o_value = tl.arange(0, BLOCK_V)
-    m_out = m_row[:, None] & (o_value < V)[None, :]
+    m_out = m_row[:, None] & (o_value < P.channels)[None, :]
     if splits == 1:
-        if SINKS > 0:
-            b_sink = tl.load(p_sinks + (i_batch * HEADS if SINKS == 2 else 0) + i_head, mask=m_row, other=float("-inf"))
+        if P.sinks > 0:
+            b_sink = tl.load(p_sinks + (i_batch * P.heads if P.sinks == 2 else 0) + i_head, mask=m_row, other=float("-inf"))
             b_max, b_sum, b_acc = _add_sink(b_max, b_sum, b_acc, b_sink.to(tl.float32) * LOG2E)
         b_out, b_lse = _normalize(b_max, b_sum, b_acc)
-        if VALUE_SCALE > 0:
-            b_out *= tl.load(p_value_scale + i_batch * VALUE_SCALE_BATCH + (i_key_head if VALUE_SCALE > 1 else 0))
-        tl.store(p_out + o_head[:, None] * V + o_value[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
-        if SAVE_LSE:
+        if P.value_scales > 0:
+            b_out *= tl.load(p_value_scale + i_batch * P.value_scale_batch + (i_key_head if P.value_scales > 1 else 0))
+        tl.store(p_out + o_head[:, None] * P.channels + o_value[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
+        if P.save_lse:
             tl.store(p_lse + o_head, b_lse * LN2, mask=m_row)
     else:
         b_out, b_lse = _normalize(b_max, b_sum, b_acc)
         i_partial = tl.load(p_partials_up_to + o_schedule + i_request) - tiles * splits + i_in_request
         i_partial = (i_batch * partials + i_partial).to(tl.int64) * HEAD_TILES + i_head_tile
         o_partial = i_partial * (TOKENS * HEADS_OF_TILE) + i_row  # [BLOCK_M]
-        tl.store(p_partial + o_partial[:, None] * V + o_value[None, :], b_out, mask=m_out)
+        tl.store(p_partial + o_partial[:, None] * P.channels + o_value[None, :], b_out, mask=m_out)
         tl.store(p_partial_lse + o_partial, b_lse, mask=m_row)
 
 
@@ -539,23 +497,8 @@ def _pass(
     requests = call.kv_lens.shape[1]
     save_lse = call.return_lse or call.save_residuals
     schedule = make_schedule(call, sizes, inputs.query_start_loc, inputs.kv_lens)
-    key = strides_of(call.key_pages.shape, call.layout)
-    value = key if call.value_pages is None else strides_of(call.value_pages.shape, call.layout)
     dtype = _product_dtype(call)
-    shared: dict[str, Any] = {
-        "V": call.value_size,
-        "HEADS": heads,
-        "KEY_HEADS": call.heads,
-        "HEADS_OF_TILE": sizes.heads_of_tile,
-        "HEAD_TILES": sizes.head_tiles,
-        "TOKENS": sizes.tokens_of_tile,
-        "SCHEDULES": storage(schedule.splits),
-        "SINKS": storage(inputs.sinks),
-        "VALUE_SCALE": 0 if inputs.value_scale is None else inputs.value_scale.shape[1],
-        "VALUE_SCALE_BATCH": batch_stride(inputs.value_scale),
-        "SAVE_LSE": save_lse,
-        "SEARCH": search_block(requests),
-    }
+    params = params_of(call, inputs, schedules=storage(schedule.splits), dtype=dtype)
     rows = sizes.tokens_of_tile * sizes.heads_of_tile
     partials = (batch, sizes.partials, sizes.head_tiles, rows) if sizes.partials else (1, 1, 1, 1)
     absent = inputs.query
@@ -585,7 +528,6 @@ def _pass(
         present(inputs.value_scale),
         *(before or (absent, absent)),
     )
-    bias = inputs.qq_bias
     out, lse, partial, partial_lse = call_kernel(
         paged_attention_kernel,
         (*arrays, tokens, requests, call.block_tables.shape[2], call.pages.pages, sizes.units, sizes.partials),
@@ -594,40 +536,21 @@ def _pass(
         num_warps=num_warps,
         num_stages=num_stages,
         input_output_aliases={len(arrays) - 2: 0, len(arrays) - 1: 1} if before else None,
-        SCALE=call.scale,
-        D=size,
+        P=params,
         BLOCK_D=dot_block(size),
         BLOCK_V=dot_block(call.value_size),
         BLOCK_M=sizes.rows,
         BLOCK_K=sizes.keys,
-        PAGE=call.pages.page_size,
-        KEY_PAGE=key.page,
-        KEY_TOKEN=key.token,
-        KEY_HEAD=key.head,
-        KEY_BATCH=key.batch,
-        VALUE_PAGE=value.page,
-        VALUE_TOKEN=value.token,
-        VALUE_HEAD=value.head,
-        VALUE_BATCH=value.batch,
-        FIRST_VALUE=value.first_value,
-        TABLES=storage(inputs.block_tables),
-        SLOPES=storage(inputs.alibi_slopes),
-        BIAS=0 if bias is None else bias.shape[3],
-        BIAS_BATCH=batch_stride(bias),
-        BIAS_REQUEST=0 if bias is None or bias.shape[1] == 1 else bias.shape[3] ** 2,
-        KEY_SCALE=0 if inputs.key_scale is None else inputs.key_scale.shape[1],
-        KEY_SCALE_BATCH=batch_stride(inputs.key_scale),
-        CAUSAL=call.causal,
-        WINDOW=0 if call.window is None else min(call.window, UNBOUNDED),
-        SOFT_CAP=0.0 if call.soft_cap is None else call.soft_cap,
+        HEADS_OF_TILE=sizes.heads_of_tile,
+        HEAD_TILES=sizes.head_tiles,
+        TOKENS=sizes.tokens_of_tile,
         DTYPE=_TRITON_DTYPES[dtype.name],
-        PRECISION=dot_precision(call.precision, dtype),
+        SEARCH=search_block(requests),
         STAGES=num_stages,
-        **shared,
     )
     if not sizes.partials:
         return _Results(out, lse)
-    return _combine(call, inputs, sizes, schedule, _Results(out, lse), (partial, partial_lse), clear=clear, shared=shared)
+    return _combine(call, inputs, sizes, schedule, _Results(out, lse), (partial, partial_lse), params, clear=clear)
 
 
 def _cleared(call: PagedAttentionCall) -> _Results:
@@ -644,9 +567,9 @@ def _combine(
     schedule: Schedule,
     found: _Results,
     partials: tuple[Any, Any],
+    params: PagedAttentionParams,
     *,
     clear: bool,
-    shared: dict[str, Any],
 ) -> _Results:
     """Combine partial results into the outputs, in place."""
     batch, tokens, heads, _ = call.query.shape
@@ -678,6 +601,17 @@ def _combine(
         HEADS_OF_PROGRAM=heads_of_program,
         CLEAR=clear,
         BY_REQUEST=by_request,
-        **shared,
+        V=params.channels,
+        HEADS=params.heads,
+        KEY_HEADS=params.key_heads,
+        HEADS_OF_TILE=sizes.heads_of_tile,
+        HEAD_TILES=sizes.head_tiles,
+        TOKENS=sizes.tokens_of_tile,
+        SCHEDULES=params.schedules,
+        SINKS=params.sinks,
+        VALUE_SCALE=params.value_scales,
+        VALUE_SCALE_BATCH=params.value_scale_batch,
+        SAVE_LSE=params.save_lse,
+        SEARCH=search_block(requests),
     )
     return _Results(out, lse)
