@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel import typing as t
-from ejkernel._pipeline.arguments import public
+from ejkernel._pipeline.arguments import public, split
 from ejkernel.call.arrays import statistics_dtype
 from ejkernel.call.records import Bound
 from ejkernel.errors import invalid, wrong_type
@@ -49,13 +49,12 @@ def mean_pooling(
         ValueError: a shape does not fit, or cu_seqlens (if concrete) decreases, does not start at 0 or ends beyond T.
         TypeError: x is not of a floating type, or cu_seqlens not of integers.
     """
+    arrays, options, run = split(locals(), "x cu_seqlens", own="attention_mask chunk_size")
     if chunk_size is not None:
         as_count("chunk_size", chunk_size, 1)
-    arrays = {"x": x, "cu_seqlens": cu_seqlens}
     if attention_mask is None:
-        return _MEAN_POOLING.invoke(arrays, {}, platform=platform, cfg=cfg)
-    arrays["attention_mask"] = attention_mask
-    return _MEAN_POOLING.invoke(arrays, {}, platform=platform, cfg=cfg, form=_masked)
+        return _MEAN_POOLING.invoke(arrays, options, **run)
+    return _MEAN_POOLING.invoke({**arrays, "attention_mask": attention_mask}, options, form=_masked, **run)
 
 
 def _masked(*, x: Any, cu_seqlens: Any, attention_mask: Any) -> Bound:
