@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 
+from ejkernel.call.records import given_fields
 from ejkernel.operations.flash_attention import reference
 from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionOutputs
 from ejkernel.plugin import Target
 from ejkernel.testing.checks import relative_error
+from ejkernel_pallas._plugin import ejkernel_plugin
 from ejkernel_pallas.mosaic_gpu.flash_attention import capability, config, kernel, mask_params
 from ejkernel_pallas.mosaic_gpu.flash_attention.tile_scheduler import make_scheduler
 
@@ -436,10 +438,7 @@ def test_spaces_fit_a_block() -> None:
     [
         (dict(dtype=jnp.float32), "float32"),
         (dict(size=264), "head size is 264"),
-        (dict(extra={"mask": jnp.ones((1, 1, 70, 70), bool)}), "mask"),
-        (dict(dropout_prob=0.1, dropout_seed=0), "dropout"),
         (dict(normalize_output=False), "normalize_output"),
-        (dict(logits_dtype="bfloat16"), "logits_dtype"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -447,6 +446,25 @@ def test_refusals(made: dict[str, Any], word: str) -> None:
     call, _, _ = problem(70, 70, **made)
     for supports in (capability.supports_forward, capability.supports_backward):
         assert word in (supports(call, HOPPER) or "")
+
+
+@pytest.mark.parametrize(
+    ("made", "field"),
+    [
+        (dict(extra={"mask": jnp.ones((1, 1, 70, 70), bool)}), "mask"),
+        (dict(dropout_prob=0.1, dropout_seed=0), "dropout_rate"),
+        (dict(logits_dtype="bfloat16"), "logits_dtype"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_fields_that_are_not_accepted(made: dict[str, Any], field: str) -> None:
+    call, _, _ = problem(70, 70, **made)
+    assert field in given_fields(call)
+    found = [
+        one for one in ejkernel_plugin().implementations if one.operation == "flash_attention" and one.variant == "mosaic_gpu"
+    ]
+    assert {one.phase for one in found} == {"forward", "backward"}
+    assert not any(OPERATION.accepts(one, field) for one in found)
 
 
 def test_other_devices_are_refused() -> None:

@@ -274,7 +274,7 @@ SCALED = {
     "scaled_dot_product_attention": lambda s: ejkernel.scaled_dot_product_attention(*FOUR, scale=s),
     "flash_mla": lambda s: ejkernel.flash_mla(FOUR[0][..., :6], *LATENTS, softmax_scale=s),
     "native_sparse_attention": lambda s: ejkernel.native_sparse_attention(
-        *FOUR, jnp.ones((1, 8, 4)), block_size=2, block_counts=8, window_size=3, softmax_scale=s
+        *FOUR, g_cmp=jnp.ones((1, 8, 4)), block_size=2, block_counts=8, window_size=3, softmax_scale=s
     ),
     "apply_native_sparse_attention": lambda s: ejkernel.apply_native_sparse_attention(
         *FOUR, jnp.zeros((1, 8, 4, 1), jnp.int32), block_size=4, softmax_scale=s
