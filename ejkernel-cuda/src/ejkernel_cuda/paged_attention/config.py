@@ -158,9 +158,7 @@ def _loads(call: PagedAttentionCall, target: Target) -> tuple[int, bool]:
 def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
     """As many workers as registers allow, or a few less that leave tiles whole; then as many stages as shared memory allows.
 
-    `cp.async` loads take at most two key heads per tile: with more, the warps' barriers cost more than the longer rows gain. On an
-    H200, 64 requests of 4096 tokens in float8 took 139 us with 256 workers of one whole tile each, and 148 us with 264. On an H100,
-    one request of 131072 tokens took 97.0 us with TMA and four key heads, 98.5 with two, 114 with one, and 99.1 with `cp.async`.
+    `cp.async` loads take at most two key heads per tile: with more, the warps' barriers cost more than the longer rows gain.
     """
     room, step = shared_memory_limit(target), stage_bytes(call)
     resident = max(1, min(3 if width(call) == 64 else 2, room // min_shared_bytes(call)))

@@ -111,8 +111,7 @@ class _Model:
 
     @property
     def chunk(self) -> int:
-        """Products of float32 keep both halves of their operands in registers. Pairs of the general form are of four kinds: on an
-        H100 0.65 ms with chunks of 32 and 0.90 with 64, backward 1.4 and 4.0."""
+        """Products of float32 keep both halves of their operands in registers. Pairs of the general form are of four kinds."""
         most = 16 if self.split and self.general else 32 if self.split or self.general else 64
         return min(most, dot_block(self.call.query.shape[1]))
 
@@ -151,11 +150,7 @@ class _Model:
         return self.programs * segments * -(-self.channels // block) / self.multiprocessors
 
     def preferred_segments(self) -> int:
-        """Several where the widest block leaves most multiprocessors idle: as few as fill them with it.
-
-        On an H100 T8192 takes 0.133 ms for 8 heads of 128 with 8 segments and 0.215 with one, 0.247 for 32 of 64 with 4 and 0.279;
-        T32768, 8 heads of 128, 0.424 and 0.766, backward 1.28 and 2.05, and with decays per channel 1.10 with 4 and 1.39.
-        """
+        """Several where the widest block leaves most multiprocessors idle: as few as fill them with it."""
         counts = self.segments()
         widest = max(block for block in self.blocks() if block <= (32 if self.call.decays_by_channel else self.widest))
         if self.share(widest) > 0.3:
@@ -202,7 +197,7 @@ def forward_space(call: DeltaRuleCall, target: Target) -> list[Config]:
 
 
 def _rows(model: _Model) -> int:
-    """Few under decays per channel, of which every program holds many tiles: on an H100 0.95 ms with 32 of 128, 1.38 ms with 64."""
+    """Few under decays per channel, of which every program holds many tiles."""
     few = model.split or (model.call.decays_by_channel and not model.general)
     return min(model.width, 32 if few else 64 if model.general else 128)
 

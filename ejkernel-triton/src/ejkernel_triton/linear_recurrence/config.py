@@ -125,8 +125,8 @@ def _choices(model: _Model, segments: tuple[int, ...]) -> list[Config]:
 
 
 def _with_stored_states(model: _Model) -> list[Config]:
-    """For heads that share keys on Hopper, where they spill up to 88 bytes; before it only chunks of 32 tokens spill nothing. On an
-    H100, B4 T4096 H80 D128: 1.21 ms, and 2.74 without; one set of states is held."""
+    """For heads that share keys on Hopper, where they spill up to 88 bytes; before it only chunks of 32 tokens spill nothing. One
+    set of states is held."""
     call = model.call
     if not (model.backward and model.on_warpgroups and call.query.shape[1] >= 512 and can_store_states(call)):
         return []
@@ -198,9 +198,8 @@ def _whole(call: LinearRecurrenceCall) -> bool:
 
 
 def _in_one_pass(model: _Model) -> Config | None:
-    """Long bfloat16 sequences without decays per channel on Hopper, H100 at T8192 D128: whole sequences read keys and values once,
-    in 0.22 instead of 0.36 ms for 64 heads without decays; where they are too few programs, all channels of a value of 128 in eight
-    warps take 0.17 instead of 0.19 ms for 32 heads with scalar decays."""
+    """Long bfloat16 sequences without decays per channel on Hopper: whole sequences read keys and values once; where they are too
+    few programs, eight warps take all channels of a value of 128."""
     call = model.call
     batch, length = call.query.shape[:2]
     if call.cu_seqlens is not None or model.per_channel or model.wide or not model.on_warpgroups or length <= 512:
