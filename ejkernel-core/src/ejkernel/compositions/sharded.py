@@ -168,7 +168,8 @@ def _with_streams(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> dict
     rate, same = as_dropout_rate(options.get("dropout_prob", 0.0)), bool(options.get("broadcast_dropout"))
     query = arrays["query"]
     batch = query.shape[0] if len(query.shape) == 4 else 1
-    return {**changed, "dropout_streams": streams_of_seed(rate, arrays.get("dropout_seed"), batch, query.shape[-2], same=same)}
+    streams = streams_of_seed(rate, arrays.get("dropout_seed"), batch, query.shape[-2], same=same)
+    return changed if streams is None else {**changed, "dropout_streams": streams}
 
 
 def _others(arrays: Mapping[str, Any], given: Mapping[str, PartitionSpec], split: Split) -> dict[str, Any]:
