@@ -15,7 +15,6 @@ import argparse
 import concurrent.futures
 import datetime
 import functools
-import importlib.metadata
 import json
 import os
 import re
@@ -31,8 +30,9 @@ import jax
 import jax.numpy as jnp
 from recurrence_problems import FAMILIES, SHAPES, SMALL, Shape
 
+from ejkernel_bench.provenance import versions
+
 Arrays = dict[str, Any]
-PACKAGES = ("ejkernel-core", "ejkernel-triton", "ejkernel-xla", "jax", "jaxlib", "jax-triton", "triton")
 
 
 def timed(options: argparse.Namespace) -> dict[str, float]:
@@ -77,16 +77,6 @@ def _gradients(family: Any, arrays: Arrays, platform: str | None, moving: Arrays
     return jax.grad(loss)(moving)
 
 
-def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"device": jax.devices()[0].device_kind}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a regular expression for names of families")
@@ -102,8 +92,9 @@ def main() -> int:
     if options.out:
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         said = {name: value for name, value in vars(options).items() if name != "out"}
+        found_here = {"device": jax.devices()[0].device_kind, **versions(())}
         options.out.write_text(
-            json.dumps({"date": today, "versions": versions(), "options": said, "milliseconds": found}, indent=1) + "\n"
+            json.dumps({"date": today, "versions": found_here, "options": said, "milliseconds": found}, indent=1) + "\n"
         )
     print(json.dumps(found))
     return 0

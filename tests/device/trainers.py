@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from train import environment
+
 TOKENS = 65_536
 """Of a step."""
 LENGTH = 2048
@@ -141,10 +143,10 @@ def ours(name: str, *, small: bool, steps: int, out: Path) -> list[str]:
     return [sys.executable, "-m", "ejkernel_train", *asked.split(), "--remat", remat, *(["--float8"] if float8 else [])]
 
 
-def run(command: list[str], environment: dict[str, str], limit: float) -> str:
+def run(command: list[str], variables: dict[str, str], limit: float) -> str:
     """What went wrong, else nothing."""
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=limit)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=limit)
     except subprocess.TimeoutExpired:
         return f"more than {limit:.0f} s"
     return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1][:500]
@@ -153,7 +155,6 @@ def run(command: list[str], environment: dict[str, str], limit: float) -> str:
 def measure(options: argparse.Namespace) -> int:
     out, begin = Path(options.out), time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": "/tmp/jax-cache", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
     found: dict[str, Any] = {}
     for name in options.rows.split(","):
         model, _ = ROWS[name]
@@ -161,7 +162,8 @@ def measure(options: argparse.Namespace) -> int:
         for turn in range(options.turns):
             left = options.budget - (time.monotonic() - begin)
             record = out / f"{name}-{turn}.json"
-            problem = run(ours(name, small=options.small, steps=options.steps, out=record), environment, left)
+            asked = ours(name, small=options.small, steps=options.steps, out=record)
+            problem = run(asked, environment(" ".join(asked)), left)
             if problem:
                 row["failed"].append({"trainer": "ours", "problem": problem})
             else:
@@ -177,7 +179,7 @@ def measure(options: argparse.Namespace) -> int:
                 written = out / f"{name}-theirs-{turn}-{place}.json"
                 more = ["--small"] if options.small else []
                 command = [sys.executable, __file__, "--theirs", name, str(place), "--steps", str(options.steps)]
-                problem = run([*command, "--out", str(written), *more], environment, max(left, 1))
+                problem = run([*command, "--out", str(written), *more], environment(""), max(left, 1))
                 if problem:
                     row["failed"].append({"trainer": "theirs", "place": place, "problem": problem})
                 else:

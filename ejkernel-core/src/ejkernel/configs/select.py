@@ -72,8 +72,9 @@ def select(request: Request, phase: Phase, chosen: Candidate, other_phase: Other
         QuarantinedError: every config is quarantined.
     """
     question = Question(request, phase, chosen, other_phase)
-    for found in _written(question):
-        return found
+    written = next(_written(question), None)
+    if written is not None:
+        return written
     quarantine = QuarantineFilter(request, phase, chosen, question.key)
     if question.space is None:
         if not quarantine.admits(None):

@@ -151,7 +151,7 @@ def _trapezoidal(
         cu_seqlens=cu_seqlens,
         scale=1.0,
         return_state=True,
-        precision="default" if precision is None and str(x.dtype) in _DIGITS else precision,
+        precision="default" if precision is None and x.dtype != wide else precision,
     )
 
     def finish(outputs: Any) -> Any:
@@ -197,15 +197,11 @@ def _running_turns(steps: Any, angles: Any, theta: Any, cu_seqlens: Any) -> Any:
     return turns if theta is None else _fraction(turns + of_every_token(theta / _TURN, sequence, cu_seqlens))
 
 
-_DIGITS = {"bfloat16": 7, "float16": 10}
-"""Bits of the mantissa. Tensor cores multiply such numbers exactly, also in float32."""
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _as_operand(array: Any, dtype: Any) -> Any:
-    """Float32 numbers with as many digits as a half has and their own range; the gradient is not rounded."""
-    bits = _DIGITS.get(str(dtype))
-    return array if bits is None else jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=bits)
+    """Float32 numbers with as many digits as a half has, which tensor cores multiply exactly, and their own range; the gradient is
+    not rounded. Others as they are."""
+    return array if array.dtype == dtype else jax.lax.reduce_precision(array, 8, jnp.finfo(dtype).nmant)
 
 
 def _as_operand_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
