@@ -5,9 +5,9 @@
     python trainers.py --small --rows llama                 try the script on a CPU
 
 Both take 65,536 tokens a step, in parts of what fits: sequences of 2048, AdamW with clipping, float32 parameters, products in
-bfloat16 or float8. A row is ours, theirs, ours, theirs, each a process of its own with JAX's compilation cache; the median step of
-both of a trainer's processes counts. The share of the peak is computed here for both, by one formula. Theirs learns from random
-tokens, ours from text: losses are not compared, times are.
+bfloat16 or float8. Each run is a process of its own with JAX's compilation cache. In the first turn all settings of both trainers
+are tried, then the fastest of each again, in turns; the median step of these counts. The share of the peak is computed here for
+both, by one formula. Theirs learns from random tokens, ours from text: losses are not compared, times are.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -15,11 +15,13 @@ tokens, ours from text: losses are not compared, times are.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -39,30 +41,40 @@ ROWS: dict[str, tuple[str, bool]] = {
 }
 """By name: model of `examples/train` in its size 1.3b, and whether products are float8."""
 
-OURS: dict[str, tuple[int, str]] = {"llama": (4, "none"), "hybrid": (2, "dots"), "mamba2": (2, "dots"), "moe": (2, "none")}
-"""Sequences of a part, and what the backward computes again."""
+CUBLAS = "--xla_gpu_enable_triton_gemm=false"
+"""Products by cuBLAS alone: XLA tries no kernels of its own."""
 
-THEIRS: dict[str, list[tuple[int, dict[str, Any]]]] = {
-    "llama": [
-        (4, {"remat": "dots"}),
-        (2, {"remat": "none", "lean_vjp": True}),
-        (4, {"remat": "names", "remat_names": ("attention", "linear", "kernels"), "mlp_kernel": "mosaic_gpu"}),
-    ],
-    "hybrid": [(4, {"remat": "dots"}), (2, {"remat": "none", "lean_vjp": True, "lean_remat_core": True})],
-    "mamba2": [(4, {"remat": "dots"}), (2, {"remat": "none", "lean_vjp": True})],
-    "moe": [(4, {"remat": "dots"}), (2, {"remat": "none"})],
+OURS: dict[str, list[tuple[int, str, str]]] = {
+    "llama": [(4, "--layers unroll", CUBLAS), (8, "--layers unroll", CUBLAS)],
+    "hybrid": [(4, "--layers unroll", CUBLAS), (4, "--layers unroll --remat dots", CUBLAS)],
+    "mamba2": [(4, "--layers unroll", CUBLAS), (4, "--layers unroll --remat dots", CUBLAS)],
+    "moe": [(8, "--layers unroll", CUBLAS)],
 }
-"""Sequences of a part and settings of the model, all tried: their fastest counts."""
+"""Sequences of a part, options of our trainer and flags of XLA, all tried: their fastest count."""
+
+UNROLL = {"scan_layers": False}
+LEAN = {"remat": "none", "lean_vjp": True, **UNROLL}
+THEIRS: dict[str, list[tuple[int, dict[str, Any], str]]] = {
+    "llama": [(4, {"remat": "none", **UNROLL}, CUBLAS), (4, {"remat": "dots", **UNROLL}, CUBLAS), (8, LEAN, CUBLAS)],
+    "hybrid": [(4, {"remat": "dots", **UNROLL}, CUBLAS), (4, {**LEAN, "lean_remat_core": True}, CUBLAS)],
+    "mamba2": [(4, {"remat": "dots", **UNROLL}, CUBLAS), (4, LEAN, CUBLAS)],
+    "moe": [(4, {"remat": "dots", **UNROLL}, CUBLAS), (4, {"remat": "none", **UNROLL}, CUBLAS)],
+}
+"""Sequences of a part, settings of the model and flags of XLA, all tried: their fastest count."""
 
 
-def experiment(model: str, *, float8: bool, micro: int, settings: dict[str, Any], small: bool, steps: int, out: str) -> Any:
-    """Their config of a model of ours."""
+def experiment(
+    model: str, *, float8: bool, micro: int, settings: dict[str, Any], small: bool, steps: int, out: str, repeats: int | None
+) -> Any:
+    """Their config of a model of ours, with as many repeats of its pattern."""
     from jla.config import DataConfig, ExperimentConfig, OptimConfig, TrainConfig
     from jla.models.config import AttentionConfig, LinearAttentionConfig, ModelConfig, MoEConfig, SSMConfig
 
     from ejkernel_train.config import MODELS
 
     sizes = MODELS[model]["tiny" if small else "1.3b"]
+    if repeats is not None:
+        sizes = dataclasses.replace(sizes, layers=repeats * len(sizes.pattern))
     heads = sizes.heads or 4
     attention = AttentionConfig(
         num_heads=heads,
@@ -116,74 +128,89 @@ def experiment(model: str, *, float8: bool, micro: int, settings: dict[str, Any]
 
 
 def theirs(name: str, place: int, *, small: bool, steps: int, out: str) -> dict[str, Any]:
-    """Seconds of their steps, the first three not counted; runs in its own process."""
+    """Seconds of their steps, the first three not counted; runs in its own process.
+
+    One step with two repeats goes before, as in our trainer: XLA then knows the products of the whole program."""
     from jla.training.trainer import Trainer
 
     model, float8 = ROWS[name]
-    micro, settings = THEIRS[model][place]
+    micro, settings, flags = THEIRS[model][place]
     if small:
         settings = {key: value for key, value in settings.items() if key == "remat" and value != "names"}
     begin = time.monotonic()
-    history = Trainer(experiment(model, float8=float8, micro=micro, settings=settings, small=small, steps=steps, out=out)).run()
+
+    def run(steps: int, repeats: int | None) -> Any:
+        asked: Any = {"float8": float8, "micro": micro, "settings": settings, "small": small, "out": f"{out}.{repeats}"}
+        return Trainer(experiment(model, **asked, steps=steps, repeats=repeats)).run()
+
+    run(1, 2)
+    history = run(steps, None)
     seconds = [row["step_time"] for row in history.history[3:-1]]
-    return {"seconds": seconds, "micro": micro, "settings": settings, "whole": time.monotonic() - begin}
+    return {"seconds": seconds, "micro": micro, "settings": settings, "flags": flags, "whole": time.monotonic() - begin}
 
 
-def ours(name: str, *, small: bool, steps: int, out: Path) -> list[str]:
-    """The command of our trainer."""
+def ours(name: str, place: int, *, small: bool, steps: int, out: Path) -> str:
+    """What is asked of our trainer."""
     model, float8 = ROWS[name]
-    micro, remat = OURS[model]
-    batch = TOKENS // LENGTH
-    asked = f"--model {model} --size {'tiny' if small else '1.3b'} --steps {steps} --rounds {steps} --out {out}"
-    asked += (
-        " --batch 4 --length 64 --accumulate 2"
-        if small
-        else f" --batch {batch} --length {LENGTH} --accumulate {batch // micro}"
-    )
-    return [sys.executable, "-m", "ejkernel_train", *asked.split(), "--remat", remat, *(["--float8"] if float8 else [])]
+    micro, more, _ = OURS[model][place]
+    batch, length, parts = (4, 64, 2) if small else (TOKENS // LENGTH, LENGTH, TOKENS // LENGTH // micro)
+    asked = f"--model {model} --size {'tiny' if small else '1.3b'} --batch {batch} --length {length} --accumulate {parts}"
+    return f"{asked} --steps {steps} --out {out} {more}{' --float8' if float8 else ''}"
 
 
 def run(command: list[str], variables: dict[str, str], limit: float) -> str:
     """What went wrong, else nothing."""
     try:
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=limit)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=max(limit, 1))
     except subprocess.TimeoutExpired:
         return f"more than {limit:.0f} s"
     return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1][:500]
 
 
+def with_flags(flags: str) -> dict[str, str]:
+    variables = environment("")
+    return {**variables, "XLA_FLAGS": f"{variables.get('XLA_FLAGS', '')} {flags}".strip()}
+
+
+def one(trainer: str, name: str, place: int, options: argparse.Namespace, left: float, written: Path) -> dict[str, Any]:
+    """What a process of a trainer measured, or {"problem": ...}."""
+    steps, settings_of = options.steps, (OURS if trainer == "ours" else THEIRS)[ROWS[name][0]]
+    if trainer == "ours":
+        asked = ours(name, place, small=options.small, steps=steps, out=written)
+        command, variables = [sys.executable, "-m", "ejkernel_train", *asked.split()], with_flags(settings_of[place][2])
+    else:
+        more = ["--small"] if options.small else []
+        command = [sys.executable, __file__, "--theirs", name, str(place), "--steps", str(steps), "--out", str(written), *more]
+        variables = with_flags(settings_of[place][2])
+    if problem := run(command, variables, min(left, options.limit)):
+        return {"problem": problem}
+    found = json.loads(written.read_text())
+    if trainer == "theirs":
+        return found
+    (build,) = found["builds"]
+    return {
+        "seconds": build["steps_seconds"],
+        "operations": build["operations_per_step"],
+        "bytes": build["program_bytes"],
+        **dict(zip(("micro", "settings", "flags"), settings_of[place], strict=True)),
+    }
+
+
 def measure(options: argparse.Namespace) -> int:
     out, begin = Path(options.out), time.monotonic()
+    folder = Path(tempfile.mkdtemp())
     out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
     for name in options.rows.split(","):
-        model, _ = ROWS[name]
-        row: dict[str, Any] = {"ours": [], "theirs": [], "failed": []}
+        row: dict[str, list[dict[str, Any]]] = {"ours": [], "theirs": []}
         for turn in range(options.turns):
-            left = options.budget - (time.monotonic() - begin)
-            record = out / f"{name}-{turn}.json"
-            asked = ours(name, small=options.small, steps=options.steps, out=record)
-            problem = run(asked, environment(" ".join(asked)), left)
-            if problem:
-                row["failed"].append({"trainer": "ours", "problem": problem})
-            else:
-                build = json.loads(record.read_text())["builds"][0]
-                counted = build["steps_seconds"][3:]
-                row["ours"].append(
-                    {"seconds": counted, "operations": build["operations_per_step"], "bytes": build["program_bytes"]}
-                )
-            for place in range(len(THEIRS[model])):
-                left = options.budget - (time.monotonic() - begin)
-                if any(one["place"] == place for one in row["failed"] if "place" in one):
-                    continue
-                written = out / f"{name}-theirs-{turn}-{place}.json"
-                more = ["--small"] if options.small else []
-                command = [sys.executable, __file__, "--theirs", name, str(place), "--steps", str(options.steps)]
-                problem = run([*command, "--out", str(written), *more], environment(""), max(left, 1))
-                if problem:
-                    row["failed"].append({"trainer": "theirs", "place": place, "problem": problem})
-                else:
-                    row["theirs"].append({"place": place, **json.loads(written.read_text())})
+            for trainer, settings in (("ours", OURS), ("theirs", THEIRS)):
+                for place in range(len(settings[ROWS[name][0]])) if turn == 0 else fastest(row[trainer]):
+                    left = options.budget - (time.monotonic() - begin)
+                    record = one(trainer, name, place, options, left, folder / f"{name}-{trainer}-{turn}-{place}.json")
+                    row[trainer].append({"place": place, **record})
+                    shown = record.get("problem") or round(statistics.median(record["seconds"]), 4)
+                    print(f"  {name} {trainer} {settings[ROWS[name][0]][place]}: {shown}", flush=True)
         found[name] = {**row, **summary(row)}
         (out / "trainers.json").write_text(json.dumps(found, indent=1) + "\n")
         shown = {key: value for key, value in found[name].items() if key not in ("ours", "theirs")}
@@ -191,32 +218,44 @@ def measure(options: argparse.Namespace) -> int:
     return 0
 
 
+def medians(runs: list[dict[str, Any]]) -> dict[int, float]:
+    """Seconds of a step, by the place of its settings."""
+    seconds: dict[int, list[float]] = {}
+    for each in runs:
+        if "problem" not in each:
+            seconds.setdefault(each["place"], []).extend(each["seconds"])
+    return {place: statistics.median(of_place) for place, of_place in seconds.items()}
+
+
+def fastest(runs: list[dict[str, Any]]) -> list[int]:
+    """The place of the fastest settings, which alone run again; empty if none ran."""
+    found = medians(runs)
+    return [min(found, key=found.__getitem__)] if found else []
+
+
 def summary(row: dict[str, Any], peak: float = 989e12) -> dict[str, Any]:
-    """Tokens per second and the share of the peak that our count of operations gives, for both."""
-    if not row["ours"]:
-        return {}
-    operations = row["ours"][0]["operations"]
-    medians = {"ours": statistics.median(second for one in row["ours"] for second in one["seconds"])}
-    by_place: dict[int, list[float]] = {}
-    for one in row["theirs"]:
-        by_place.setdefault(one["place"], []).extend(one["seconds"])
-    if by_place:
-        place, medians["theirs"] = min(
-            ((place, statistics.median(seconds)) for place, seconds in by_place.items()), key=lambda each: each[1]
-        )
-    said: dict[str, Any] = {f"{name}_tokens_per_second": round(TOKENS / seconds) for name, seconds in medians.items()} | {
-        f"{name}_share": round(operations / seconds / peak, 4) for name, seconds in medians.items()
-    }
-    return said | ({"ratio": round(medians["theirs"] / medians["ours"], 3), "their_place": place} if by_place else {})
+    """Tokens per second and the share of the peak that our count of operations gives, for the fastest settings of both."""
+    operations = next((each["operations"] for each in row["ours"] if "operations" in each), None)
+    said: dict[str, Any] = {}
+    for trainer in ("ours", "theirs"):
+        for place in fastest(row[trainer]):
+            seconds = medians(row[trainer])[place]
+            said |= {f"{trainer}_step_seconds": seconds, f"{trainer}_tokens_per_second": round(TOKENS / seconds)}
+            said |= {f"{trainer}_share": round(operations / seconds / peak, 4)} if operations else {}
+            said |= {f"{trainer}_place": place}
+    if "ours_step_seconds" in said and "theirs_step_seconds" in said:
+        said["ratio"] = round(said["theirs_step_seconds"] / said["ours_step_seconds"], 3)
+    return said
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     parser.add_argument("--rows", default=",".join(ROWS), help="some of them, in this order")
-    parser.add_argument("--steps", type=int, default=9, help="of each process; the first three are not counted")
+    parser.add_argument("--steps", type=int, default=8, help="of each process; the first three are not counted")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--budget", type=float, default=560, help="seconds; a process that they end is stopped")
+    parser.add_argument("--limit", type=float, default=90, help="seconds of one process, which XLA can spend on one program")
     parser.add_argument("--small", action="store_true", help="tiny models, to try the script on a CPU")
     parser.add_argument("--theirs", nargs=2, metavar=("ROW", "PLACE"), help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -27,8 +27,8 @@ BUILDS = [*((model, "ejkernel") for model in MODELS), ("llama", "plain"), ("moe"
 
 
 @functools.cache
-def build(model: str, kernels: str = "ejkernel", mesh: str = "") -> report.Build:
-    config = dataclasses.replace(TINY, model=model, kernels=kernels, mesh=mesh)
+def build(model: str, kernels: str = "ejkernel", mesh: str = "", layers: str = "scan") -> report.Build:
+    config = dataclasses.replace(TINY, model=model, kernels=kernels, mesh=mesh, layers=layers)
     found, tokens = report.Build(config), data.load()
     for step in range(config.steps):
         found.advance(data.batch(tokens, config.seed, step, config.batch, config.length))
@@ -39,6 +39,13 @@ def build(model: str, kernels: str = "ejkernel", mesh: str = "") -> report.Build
 @pytest.mark.parametrize(("model", "kernels"), BUILDS)
 def test_losses_are_those_of_one_device(model: str, kernels: str):
     np.testing.assert_allclose(build(model, kernels, MESH).losses, build(model).losses, atol=1e-4, rtol=0)
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize("mesh", ["", MESH])
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_of_layers_with_parameters_of_their_own_are_those_of_stacked_ones(model: str, mesh: str):
+    np.testing.assert_allclose(build(model, "ejkernel", mesh, "unroll").losses, build(model).losses, atol=1e-4, rtol=0)
 
 
 EXPERTS = "fsdp=2,expert=2,tensor=2"
@@ -57,7 +64,7 @@ def gradients(mesh: str):
     state, layout = initialise(config), Layout.parse(mesh)
     window = data.batch(data.load(), 0, 0, config.batch, config.length)
     run = jax.jit(
-        jax.grad(lambda model: model.loss(window, choose("ejkernel", ()), "float32", layout, remat="none", unroll=False)),
+        jax.grad(lambda model: model.loss(window, choose("ejkernel", ()), "float32", layout)),
         in_shardings=None if layout.mesh is None else (layout.shardings(state.model),),
     )
     return run(state.model)
@@ -94,7 +101,7 @@ def parameters_in_use(model: str) -> set[tuple[int, ...]]:
     state = jax.eval_shape(lambda: initialise(dataclasses.replace(TINY, model=model)))
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.model):
         name = jax.tree_util.keystr(path)
-        spec = [*spec_of(name), *[None] * leaf.ndim][: leaf.ndim]
+        spec = [*spec_of(name, leaf.ndim), *[None] * leaf.ndim][: leaf.ndim]
         first = 1 if ".blocks[" in name else 0
         for parts in (1, 2):
             sizes = (size // (parts if axis == "tensor" else 1) for size, axis in zip(leaf.shape, spec, strict=True))

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_train import __main__ as command, cost, data, float8, plain, report
+from ejkernel_train import __main__ as command, cost, data, float8, plain, report, step as steps
 from ejkernel_train.checkpoint import Checkpoints
 from ejkernel_train.config import DEFAULTS, MODELS, TrainConfig
+from ejkernel_train.operations import choose
 from ejkernel_train.step import initialise
 
 TINY = TrainConfig(dtype="float32")
@@ -87,6 +88,20 @@ def test_what_is_computed_again_changes_nothing(options: dict[str, Any]):
     config = dataclasses.replace(TINY, steps=3, **options)
     losses = report.run([config], text())["builds"][0]["losses"]
     np.testing.assert_allclose(losses, compared("llama")["builds"][0]["losses"][:3], atol=1e-5)
+
+
+def test_a_step_of_many_layers_is_tuned_on_two(monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU. The whole step has a block's operations four times, the one before it twice."""
+    config = dataclasses.replace(TINY, repeats=4, layers="unroll")
+    assert steps.lower_step(config).tuned is None
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(steps, "choose", lambda kernels, plain: choose("plain"))  # ours would look for a GPU
+    lowered = steps.lower_step(config)
+    assert lowered.tuned is not None
+    whole, first = (program.as_text().count("call @repeat") for program in (lowered.program, lowered.tuned))
+    assert (whole, first) == (2 * 4, 2 * 2)
+    assert lowered.compile().compile_seconds > 0
+    assert steps.lower_step(dataclasses.replace(config, layers="scan")).tuned is None
 
 
 def test_bfloat16_learns_alike():

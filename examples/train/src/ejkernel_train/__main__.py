@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, help="steps of each build that --compare times; default: --steps")
     add("--steps", type=int)
     add("--batch", type=int, help="sequences of a step")
+    add("--repeats", type=int, help="of the model's pattern of blocks, for fewer or more layers than the size has")
     add("--length", type=int, help="tokens of a sequence")
     add("--accumulate", type=int, metavar="PARTS", help="cut a step's sequences into parts, and sum their gradients")
     add("--seed", type=int)

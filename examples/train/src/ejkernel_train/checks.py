@@ -20,6 +20,8 @@ _SAID = (
     *(
         "model",
         "size",
+        "repeats",
+        "layers",
         "float8",
         "seed",
         "batch",
@@ -33,7 +35,7 @@ _SAID = (
     ),
     *("weight_decay", "clip", "on_nonfinite"),
 )
-"""Fields of `TrainConfig` that a run's losses depend on."""
+"""Fields of `TrainConfig` that a run's losses, or how its parameters are kept, depend on."""
 
 
 def check_processes(arguments: argparse.Namespace) -> None:

@@ -61,6 +61,7 @@ class TrainConfig:
 
     Attributes:
         model, size: a name of `MODELS`, and one of its sizes.
+        repeats: how often the model's pattern of blocks comes; None for as often as its size says.
         kernels: "ejkernel", "plain" for the same model in plain JAX, or "peers" for it by the best kernels of others.
         plain: operations that stay in plain JAX with kernels="ejkernel".
         batch, length: sequences of a step, and tokens of each.
@@ -69,12 +70,13 @@ class TrainConfig:
         float8: large linear layers multiply in float8 with delayed scales.
         remat: what the backward computes again: nothing ("none"), all but products of weights ("dots"), whole blocks ("full").
         mesh: axes and their devices, "data=2,fsdp=2,tensor=2"; "" for one device. See `sharding.py`.
-        layers: "scan" compiles one repeat of the pattern, "unroll" all of them.
+        layers: "scan" compiles one repeat of the pattern, whose parameters are stacked; "unroll" all of them, each with its own.
         on_nonfinite: what a step does whose loss or gradient is not finite: end the run ("stop"), or change nothing ("skip").
     """
 
     model: str = "llama"
     size: str = "tiny"
+    repeats: int | None = None
     kernels: Literal["ejkernel", "plain", "peers"] = "ejkernel"
     plain: tuple[str, ...] = ()
     steps: int = 20
@@ -100,8 +102,8 @@ class TrainConfig:
         for name, words in {"model": MODELS, "size": DEFAULTS, **WORDS}.items():
             if getattr(self, name) not in words:
                 raise ValueError(f"{_option(name)} is {getattr(self, name)!r}; give one of {', '.join(words)}")
-        for name, least in {"steps": 1, "batch": 1, "length": 1, "accumulate": 1, "warmup": 0, "seed": 0}.items():
-            if not least <= (value := getattr(self, name)) < 2**31:
+        for name, least in {"repeats": 1, "steps": 1, "batch": 1, "length": 1, "accumulate": 1, "warmup": 0, "seed": 0}.items():
+            if (value := getattr(self, name)) is not None and not least <= value < 2**31:
                 raise ValueError(f"{_option(name)} is {value}; give a number in [{least}, 2**31)")
         for name in ("learning_rate", "clip"):
             if not 0 < (value := getattr(self, name)) < math.inf:
@@ -113,7 +115,9 @@ class TrainConfig:
 
     @property
     def sizes(self) -> ModelConfig:
-        return dataclasses.replace(MODELS[self.model][self.size], float8=self.float8)
+        sizes = MODELS[self.model][self.size]
+        layers = sizes.layers if self.repeats is None else self.repeats * len(sizes.pattern)
+        return dataclasses.replace(sizes, layers=layers, float8=self.float8)
 
 
 WORDS: dict[str, tuple[str, ...]] = {

@@ -1,13 +1,14 @@
 """The models' parts in Equinox. What is computed between the products comes from `operations.py`.
 
-Shapes: B batch, T tokens, d width. Parameters of blocks have a leading axis, the repeats of the pattern, and `lax.scan` runs
-over it.
+Shapes: B batch, T tokens, d width. Parameters of blocks may have a leading axis, the repeats of the pattern, which `lax.scan`
+runs over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -324,35 +325,45 @@ class Model(eqx.Module):
     """Embedding, blocks, norm, and the embedding again as head.
 
     Attributes:
-        blocks: one for each place of the pattern, its parameters stacked over the repeats.
+        blocks: if stacked, one for each place of the pattern, its parameters stacked over the repeats; else one for each layer.
     """
 
     embedding: jax.Array
     blocks: tuple[Block, ...]
     norm: jax.Array
     config: ModelConfig = eqx.field(static=True)
+    stacked: bool = eqx.field(static=True)
 
-    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+    def __init__(self, config: ModelConfig, key: jax.Array, stacked: bool = True) -> None:
         first, *others = jax.random.split(key, 1 + len(config.pattern))
 
-        def stacked(mixer: str, key: jax.Array) -> Block:
+        def of_place(mixer: str, key: jax.Array) -> Block:
             return jax.vmap(lambda key: Block(config, mixer, key))(jax.random.split(key, config.repeats))
 
+        places = tuple(of_place(mixer, key) for mixer, key in zip(config.pattern, others, strict=True))
         self.embedding = matrix(first, config.width, config.vocabulary, config.width)
-        self.blocks = tuple(stacked(mixer, key) for mixer, key in zip(config.pattern, others, strict=True))
+        self.blocks = places if stacked else tuple(block for repeat in unstacked(places, config.repeats) for block in repeat)
         self.norm = jnp.ones(config.width)
         self.config = config
+        self.stacked = stacked
+
+    def is_matrix(self, leaf: jax.Array) -> bool:
+        """Of a parameter of blocks."""
+        return leaf.ndim > 1 + self.stacked
+
+    def compute_copy(self, dtype: str) -> Model:
+        """With the blocks' matrices in `dtype`; vectors (norms, decays) cost nothing and stay in float32, and so does the
+        embedding, so that gradients of a token that comes often are summed in float32."""
+        narrow = jax.tree.map(lambda leaf: leaf.astype(dtype) if self.is_matrix(leaf) else leaf, self.blocks)
+        return eqx.tree_at(lambda model: model.blocks, self, narrow)
 
     def loss(
-        self,
-        window: jax.Array,
-        operations: Operations,
-        dtype: str,
-        layout: Layout = NO_MESH,
-        remat: str = "none",
-        unroll: bool = False,
+        self, window: jax.Array, operations: Operations, dtype: str, layout: Layout = NO_MESH, remat: str = "none"
     ) -> jax.Array:
-        """Mean cross entropy in nats per token over windows `[B, T + 1]`, and the blocks' losses of balance."""
+        """Mean cross entropy in nats per token over windows `[B, T + 1]`, and the blocks' losses of balance.
+
+        Products are in `dtype`: of a model that is not `compute_copy(dtype)`, a copy is made here.
+        """
         tokens, labels = window[:, :-1], window[:, 1:]
         context = Context(operations, layout, *rotary(tokens.shape[1], self.config.head_size))
         embedding = layout.gathered_embedding(self.embedding)
@@ -364,17 +375,22 @@ class Model(eqx.Module):
                 x, total = layout.stream(x), total + imbalance
             return (x, total), None
 
-        # from the float32 embedding, so that gradients of a token that comes often are summed in float32
-        start = layout.stream(embedding[tokens].astype(dtype)), jnp.zeros(())
-        unrolled = self.config.repeats if unroll else 1
-        (x, imbalance), _ = jax.lax.scan(REMAT[remat](repeat), start, compute_copy(self.blocks, dtype), unroll=unrolled)
+        carry, blocks = (layout.stream(embedding[tokens].astype(dtype)), jnp.zeros(())), self.compute_copy(dtype).blocks
+        run = REMAT[remat](repeat)
+        if self.stacked:
+            carry, _ = jax.lax.scan(run, carry, blocks)
+        else:
+            run, size = jax.jit(run), len(self.config.pattern)  # jit, so that the repeats are traced and lowered once
+            for first in range(0, len(blocks), size):
+                carry, _ = run(carry, blocks[first : first + size])
+        x, imbalance = carry
         hidden = operations.rms_norm(x, self.norm)
         return operations.cross_entropy(hidden, embedding.astype(dtype), labels, layout) + imbalance
 
 
-def compute_copy(blocks: tuple[Block, ...], dtype: str) -> tuple[Block, ...]:
-    """Stacked blocks with matrices in `dtype`; vectors (norms, decays) cost nothing and stay in float32."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype) if leaf.ndim > 2 else leaf, blocks)
+def unstacked(tree: Any, repeats: int) -> list[Any]:
+    """The tree of every repeat, of leaves that are stacked over them."""
+    return [jax.tree.map(itemgetter(repeat), tree) for repeat in range(repeats)]
 
 
 def rotary(length: int, size: int, base: float = 10000.0) -> tuple[jax.Array, jax.Array]:

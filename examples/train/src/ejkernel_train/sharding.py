@@ -25,17 +25,17 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"embedding", P("tensor", "fsdp")),
     (r"(query|key|value|gate|up)\.weight", P("fsdp", "tensor")),
     (r"(output|down)\.weight", P("tensor", "fsdp")),
-    (r"(mixed|z|beta|decay|step|router)\.weight", P("fsdp")),
+    (r"(mixed|z|beta|decay|step|router)\.weight", P("fsdp", None)),
     (r"feed_forward\.(gate|up)", P("expert", "fsdp", "tensor")),  # of experts
     (r"feed_forward\.down", P("expert", "tensor", "fsdp")),
 )
 """By the end of a parameter's name, without the axis over which blocks are stacked. Others, all small, are on every device."""
 
 
-def spec_of(name: str) -> P:
-    """Of a leaf of the state: `.moments[1].mu.blocks[0].mixer.query.weight`."""
+def spec_of(name: str, axes: int) -> P:
+    """Of a leaf of the state, by its name, as `.moments[1].mu.blocks[0].mixer.query.weight`, and how many axes it has."""
     found = next((spec for ending, spec in RULES if re.search(rf"\.{ending}$", name)), P())
-    return P(None, *found) if ".blocks[" in name else found
+    return P(None, *found) if found and axes > len(found) else found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,11 @@ class Layout:
         mesh = self.mesh
         if mesh is None:
             return None
-        return jax.tree_util.tree_map_with_path(lambda path, _: NamedSharding(mesh, spec_of(jax.tree_util.keystr(path))), state)
+
+        def sharding(path: Any, leaf: jax.Array) -> NamedSharding:
+            return NamedSharding(mesh, spec_of(jax.tree_util.keystr(path), leaf.ndim))
+
+        return jax.tree_util.tree_map_with_path(sharding, state)
 
     def batch(self) -> Any:
         """The sharding of arrays whose first axis is the batch, None without a mesh."""
@@ -85,7 +89,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(lambda path, leaf: self._whole(jax.tree_util.keystr(path), leaf), block)
 
     def _whole(self, name: str, leaf: jax.Array) -> jax.Array:
-        return self.constrain(leaf, *(None if axis == "fsdp" else axis for axis in spec_of(name)))
+        return self.constrain(leaf, *(None if axis == "fsdp" else axis for axis in spec_of(name, leaf.ndim)))
 
     def stream(self, x: jax.Array) -> jax.Array:
         """Activations `[B, T, d]`, split along the batch alone."""

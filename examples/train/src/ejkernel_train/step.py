@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -40,8 +42,9 @@ def optimizer(config: TrainConfig) -> Any:  # optax.GradientTransformation, whos
 
 
 def decayed(weights: Model) -> Any:
-    """True at the matrices of blocks, which are stacked and so have three axes or more."""
-    return jax.tree.map(lambda leaf: leaf.ndim > 2, weights)
+    """True at the matrices of blocks."""
+    nowhere = jax.tree.map(lambda leaf: False, weights)
+    return eqx.tree_at(lambda model: model.blocks, nowhere, jax.tree.map(weights.is_matrix, weights.blocks))
 
 
 def split(model: Model) -> tuple[Model, Model]:
@@ -52,7 +55,7 @@ def split(model: Model) -> tuple[Model, Model]:
 
 
 def initialise(config: TrainConfig) -> State:
-    model = Model(config.sizes, jax.random.key(config.seed))
+    model = Model(config.sizes, jax.random.key(config.seed), stacked=config.layers == "scan")
     return State(model, optimizer(config).init(split(model)[0]), jnp.zeros((), jnp.int32))
 
 
@@ -72,10 +75,9 @@ def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[St
     layout = dataclasses.replace(layout, typed=config.kernels != "peers")
 
     def loss(model: Model, window: jax.Array) -> jax.Array:
-        unroll = config.layers == "unroll"
-        return model.loss(window, operations, config.dtype, layout, remat=config.remat, unroll=unroll)
+        return model.loss(window, operations, config.dtype, layout, remat=config.remat)
 
-    value, gradients, largest = accumulated(loss, state.model, window, config.accumulate)
+    value, gradients, largest = accumulated(loss, state.model.compute_copy(config.dtype), window, config.accumulate)
     weights, scales = split(state.model)
     updates, moments = optimizer(config).update(gradients, state.moments, weights)
     model = eqx.combine(eqx.apply_updates(weights, updates), jax.tree.map(next_scales, scales, largest))
@@ -89,15 +91,16 @@ def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[St
 
 
 def accumulated(loss: Callable[..., jax.Array], model: Model, window: jax.Array, parts: int) -> tuple[jax.Array, Any, Any]:
-    """The mean loss of all parts of the batch `[B, T + 1]`, its gradient for the weights, and for the scales of float8 the largest
-    of all parts. Sequence i is in part `i % parts`, so that each device keeps its own."""
+    """The mean loss of all parts of the batch `[B, T + 1]`, its gradient for the weights, in float32, and for the scales of float8
+    the largest of all parts. Sequence i is in part `i % parts`, so that each device keeps its own."""
 
     def of_part(part: jax.Array) -> tuple[jax.Array, Any, Any]:
         value, gradients = jax.value_and_grad(loss)(model, part)
         return value, *split(gradients)
 
     if parts == 1:
-        return of_part(window)
+        value, gradients, largest = of_part(window)
+        return value, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients), largest
 
     def add(total: Any, part: jax.Array) -> tuple[Any, None]:
         value, gradients, largest = of_part(part)
@@ -105,7 +108,7 @@ def accumulated(loss: Callable[..., jax.Array], model: Model, window: jax.Array,
         return (*both, jax.tree.map(jnp.maximum, total[2], largest)), None
 
     cut = jnp.moveaxis(window.reshape(-1, parts, window.shape[1]), 1, 0)
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(of_part, cut[0]))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), jax.eval_shape(of_part, cut[0]))
     (value, gradients, largest), _ = jax.lax.scan(add, zeros, cut)
     return value / parts, jax.tree.map(lambda leaf: leaf / parts, gradients), largest
 
@@ -121,17 +124,28 @@ class Compiled(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """The step before XLA compiles it."""
+    """The step before XLA compiles it.
+
+    Attributes:
+        tuned: the same step with fewer layers, which XLA compiles first, or None. See `tunes_alike`.
+    """
 
     program: jax.stages.Lowered
     shardings: Any
     trace_seconds: float
     lower_seconds: float
+    tuned: jax.stages.Lowered | None = None
 
     def compile(self) -> Compiled:
         start = time.perf_counter()
-        program = self.program.compile()
-        return Compiled(program, *self[1:], time.perf_counter() - start)
+        with contextlib.ExitStack() as stack:
+            options: dict[str, str | bool] = {}
+            if self.tuned is not None:
+                if not jax.config.jax_compilation_cache_dir:  # where XLA would keep what it finds
+                    options["xla_gpu_per_fusion_autotune_cache_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
+                self.tuned.compile(options or None)
+            program = self.program.compile(options or None)
+        return Compiled(program, self.shardings, self.trace_seconds, self.lower_seconds, time.perf_counter() - start)
 
 
 def check_mesh(config: TrainConfig) -> None:
@@ -154,7 +168,7 @@ def check_mesh(config: TrainConfig) -> None:
     model = jax.eval_shape(lambda: initialise(config)).model
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
         name = jax.tree_util.keystr(path)
-        for size, axis in zip(leaf.shape, spec_of(name), strict=False):  # axes after the spec's are whole
+        for size, axis in zip(leaf.shape, spec_of(name, leaf.ndim), strict=False):  # axes after the spec's are whole
             if axis is not None and size % devices[axis]:
                 raise ValueError(f"--mesh has {axis}={devices[axis]}; make it a divisor of {size}, an axis of {name}")
 
@@ -175,6 +189,20 @@ def lower_step(config: TrainConfig) -> Lowered:
         ValueError: as `check_mesh`.
     """
     check_mesh(config)
+    lowered = _lower(config)
+    return lowered._replace(tuned=_lower(dataclasses.replace(config, repeats=2)).program) if tunes_alike(config) else lowered
+
+
+def tunes_alike(config: TrainConfig) -> bool:
+    """Whether a step with two repeats is compiled before this one.
+
+    On a GPU, XLA times kernels for every product of a program, one after the other, also where hundreds are equal: minutes for 24
+    layers that each have their own. It reads what was found for an equal product of an earlier program.
+    """
+    return config.layers == "unroll" and config.sizes.repeats > 2 and jax.default_backend() == "gpu"
+
+
+def _lower(config: TrainConfig) -> Lowered:
     state, layout = jax.eval_shape(lambda: initialise(config)), Layout.parse(config.mesh)
     window = jax.ShapeDtypeStruct((config.batch, config.length + 1), jnp.int32)
     shardings, batch = layout.shardings(state), layout.batch()
@@ -189,4 +217,5 @@ def lower_step(config: TrainConfig) -> Lowered:
     clock.append(time.perf_counter())
     lowered = traced.lower()
     clock.append(time.perf_counter())
-    return Lowered(lowered, (shardings, batch), *(after - before for before, after in itertools.pairwise(clock)))
+    trace_seconds, lower_seconds = (after - before for before, after in itertools.pairwise(clock))
+    return Lowered(lowered, (shardings, batch), trace_seconds, lower_seconds)
