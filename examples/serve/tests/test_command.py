@@ -70,6 +70,15 @@ def test_the_weights_are_those_that_were_trained(checkpoint: Path):
     assert not np.allclose(trained.embedding, random.embedding)
 
 
+def test_a_model_whose_layers_have_parameters_of_their_own_is_served_alike(checkpoint: Path, tmp_path: Path):
+    asked = ["--kernels", "plain", "--steps", "2", "--batch", "1", "--layers", "unroll", "--checkpoints", str(tmp_path)]
+    assert trainer.main(asked) == 0
+    stacked, own = (models.load_model("llama", "tiny", folder) for folder in (checkpoint, tmp_path))
+    assert jax.tree.structure(stacked) == jax.tree.structure(own)
+    for left, right in zip(jax.tree.leaves(stacked), jax.tree.leaves(own), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-3)  # of two steps in bfloat16, by another program
+
+
 def test_nothing_is_compiled_after_the_warm_up(checkpoint: Path):
     """With restored weights, which are placed on a device, as with random ones."""
     config = EngineConfig(pages=33, max_length=64, max_requests=4, buckets=(4, 8), dtype="float32")

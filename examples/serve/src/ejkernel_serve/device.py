@@ -16,7 +16,7 @@ import numpy as np
 import ejkernel
 from ejkernel_train.config import ModelConfig
 from ejkernel_train.data import START
-from ejkernel_train.model import Block, Context, Model, compute_copy, rotary
+from ejkernel_train.model import Block, Context, Model, rotary
 from ejkernel_train.operations import choose
 from ejkernel_train.sharding import Layout
 
@@ -86,8 +86,8 @@ def prepare(model: Model, dtype: str, positions: int) -> Weights:
         raise ValueError(f"the model has blocks of {', '.join(others)}, whose states have no pages; serve llama or moe")
     if config.vocabulary < TOKENS:
         raise ValueError(f"the model has a vocabulary of {config.vocabulary}; bytes and a mark need {TOKENS}")
-    new = compute_copy(model.blocks, dtype), model.embedding.astype(dtype)
-    return Weights(eqx.tree_at(lambda model: (model.blocks, model.embedding), model, new), *rotary(positions, config.head_size))
+    copy = eqx.tree_at(lambda model: model.embedding, model.compute_copy(dtype), model.embedding.astype(dtype))
+    return Weights(copy, *rotary(positions, config.head_size))
 
 
 def empty_pages(config: ModelConfig, pages: int, page_size: int, dtype: str) -> Pages:

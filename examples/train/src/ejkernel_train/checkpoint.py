@@ -22,7 +22,7 @@ Tree = TypeVar("Tree")
 SEAL = "checksums.json"
 """In the folder of a checkpoint: its files with their SHA-256, and the run's settings."""
 
-DECISIVE = ("--model", "--size", "--float8")
+DECISIVE = ("--model", "--size", "--repeats", "--layers", "--float8")
 """Settings without which a checkpoint's arrays are no state of the run; others change how the run goes on."""
 
 

@@ -388,6 +388,16 @@ class Model(eqx.Module):
         return operations.cross_entropy(hidden, embedding.astype(dtype), labels, layout) + imbalance
 
 
+def with_stacked_blocks(model: Model) -> Model:
+    """The same model as if it had been made with `stacked=True`."""
+    if model.stacked:
+        return model
+    places = (model.blocks[place :: len(model.config.pattern)] for place in range(len(model.config.pattern)))
+    blocks = tuple(jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks) for blocks in places)
+    shapes = jax.eval_shape(lambda: Model(model.config, jax.random.key(0)))
+    return jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves((model.embedding, blocks, model.norm)))
+
+
 def unstacked(tree: Any, repeats: int) -> list[Any]:
     """The tree of every repeat, of leaves that are stacked over them."""
     return [jax.tree.map(itemgetter(repeat), tree) for repeat in range(repeats)]
