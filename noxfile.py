@@ -56,7 +56,7 @@ SITE = ("zensical==0.0.73", "mkdocstrings[python]==1.0.8")
 DOCUMENTERS = ("cyclonedx-python-lib[json-validation]>=11", "uv>=0.9")
 """What writes and checks the documents of a release."""
 
-CHECKERS = ("nox", "pyright[nodejs]==1.1.414", "ruff==0.17.5")
+CHECKERS = ("nox", "mypy==2.4.1", "pyright[nodejs]==1.1.414", "ruff==0.17.5")
 
 nox.options.sessions = [
     "lint",

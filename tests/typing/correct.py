@@ -1,4 +1,4 @@
-"""A user's calls, all of them right: pyright has nothing to say of this file. It is read, never run."""
+"""A user's calls, all of them right: pyright and mypy have nothing to say of this file. It is read, never run."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ out, state = ejkernel.lightning_attention(query, query, query, layer_idx=0, num_
 out = ejkernel.lightning_attention(query, query, query, layer_idx=0, num_layers=2, slopes="minimax", softmax_scale=1.0)
 out, state = ejkernel.gla(query, query, query)
 out, (matrix, vector, maximum) = ejkernel.mlstm(query, query, query, rows, rows, forget_activation="exp")
-out, state = ejkernel.mlstm(query, query, query, rows, rows, initial_state=(matrix, vector, maximum), cu_seqlens=lengths)
+out, mlstm_state = ejkernel.mlstm(query, query, query, rows, rows, initial_state=(matrix, vector, maximum), cu_seqlens=lengths)
 out = ejkernel.rwkv4(rows[0], rows[0], query, query)
 out, state = ejkernel.causal_conv1d(rows, rows[0], activation="silu", return_state=True)
 out, state, conv = ejkernel.state_space_v1(rows, rows, rows, rows, None, rows, act_fn=jax.nn.silu)
@@ -90,7 +90,7 @@ out, state, conv = ejkernel.state_space_v2(
 )  # fmt: skip
 
 out, (theta, memory, last_key, last_x) = ejkernel.mamba3(query, rows, query, query, None, rows, rows, query, dt_softplus=True)
-out, state = ejkernel.mamba3(
+out, mamba_state = ejkernel.mamba3(
     query, rows[0], query, query, rows[0], rows, rows, query, B_bias=rows, C_bias=rows, dt_bias=rows[0],
     initial_state=(theta, memory, last_key, last_x), cu_seqlens=lengths,
 )  # fmt: skip
@@ -111,7 +111,7 @@ out = ejkernel.quantized_matmul(rows, integers, rows, mode="mxfp4", group_sizes=
 weights, experts = ejkernel.moe_route(rows, 2, bias=rows[0], scoring="sigmoid", num_groups=8, top_groups=4, scale=2.5)
 permuted = ejkernel.moe_permute(rows, experts, 64)
 out = ejkernel.moe_unpermute(permuted.rows, permuted.positions, weights)
-loss = ejkernel.moe_load_balancing_loss(rows, experts) + ejkernel.moe_z_loss(rows, where=host[0] > 0)
+router_loss = ejkernel.moe_load_balancing_loss(rows, experts) + ejkernel.moe_z_loss(rows, where=host[0] > 0)
 out = ejkernel.scaled_matmul(rows, rows, 0.5, rows[0], transpose_rhs=True, out_dtype=jnp.float32)
 out = ejkernel.gated_linear_unit(rows, rows, activation="gelu_tanh", limit=7.0)
 drawn: jax.Array = ejkernel.sample_tokens(rows, jax.random.key(0), top_k=50, top_p=rows[:, 0], temperature=0.7)

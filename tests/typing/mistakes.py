@@ -1,4 +1,4 @@
-"""A user's calls, every one with a mistake: pyright reports each line that ends in `# mistake`. It is read, never run."""
+"""A user's calls, every one with a mistake: pyright and mypy report each line that ends in `# mistake`. It is read, never run."""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel.operations import get_operation
+from ejkernel.testing.problem import cases_of
 
 X = np.ones((2, 3, 8), np.float32)
 Q = np.ones((2, 5, 4, 8), np.float32)
@@ -26,7 +31,6 @@ G1, QUANTIZED = np.array([1], np.int32), (Q4[None], S4[None], S4[None])
 _NORM = [
     ((X, EIGHT[:5]), {}, ValueError, r"scale: got shape \(5,\), expected \(8,\)"),
     ((X, None, X), {}, ValueError, r"offset: got shape \(2, 3, 8\), expected \(8,\)"),
-    ((X.astype(np.int32),), {}, TypeError, "x: got dtype int32, expected a floating type"),
     (([1.0],), {}, TypeError, "x: got list, expected an array"),
     ((X,), {"axis": 3}, ValueError, r"axis: got 3, expected a value in \[-3, 2\]"),
     ((X,), {"axis": 1.0}, TypeError, "axis: got 1.0, expected an int"),
@@ -35,7 +39,6 @@ _NORM = [
     ((X,), {"axis": (1, 3)}, ValueError, r"axis: got 3, expected a value in \[-3, 2\]"),
     ((X, EIGHT), {"axis": (1, 2)}, ValueError, r"scale: got shape \(8,\), expected \(3, 8\) = \[size of x along axis\]"),
     ((X,), {"epsilon": -1e-6}, ValueError, "epsilon: got -1e-06, expected a value >= 0"),
-    ((X,), {"epsilon": float("nan")}, ValueError, "epsilon: got nan, expected a finite number"),
     ((X,), {"scale_offset": 1.0}, ValueError, "scale_offset: got 1.0, expected 0 without scale; pass scale"),
     ((X, EIGHT), {"scale_offset": "1"}, TypeError, "scale_offset: got '1', expected a number"),
     ((X[0, 0, 0],), {}, ValueError, r"x: got shape \(\), expected at least one axis"),
@@ -60,14 +63,58 @@ _ROPE = [
     ((Q, Q, C, C), {"rotary_dim": 3}, ValueError, "rotary_dim: got 3, expected an even number"),
     ((Q, Q, C, C), {"rotary_dim": 2}, ValueError, "cos: got 4 channels, expected rotary_dim = 2, or half of it"),
     ((Q, Q, C, C), {"layout": "THD"}, ValueError, "layout: got 'THD', expected 'BTHD' or 'BHTD'"),
-    ((Q, Q, C, C), {"interleaved": 1}, TypeError, "interleaved: got 1, expected a bool"),
 ]
+
+ANY_NUMBER = {("sample_tokens", name) for name in ("temperature", "top_p", "min_p")}
+"""Array arguments whose dtype may be that of integers as well as that of floats."""
+
+
+def calls_of(operation: str) -> Iterator[dict[str, Any]]:
+    """The arguments of every case."""
+    for case in cases_of(operation):
+        yield {**case.options, **case.arrays(np.random.default_rng(0))}
+
+
+def wrong_values(argument: str, annotation: str, value: Any) -> Iterator[tuple[Any, type[Exception], str]]:
+    """Values that an argument refuses which is annotated so and `value` in a case, and what the error says of each."""
+    if hasattr(value, "dtype"):
+        if value.dtype.kind == "f":
+            yield np.zeros(value.shape, np.int32), TypeError, r"got (dtype )?int32, expected (a floating type|float32)"
+        else:
+            expected = "(integers|an int|bool|uint|int8|float8|a key)"
+            yield np.zeros(value.shape, np.float32), TypeError, f"got (dtype )?float32, expected {expected}"
+    elif argument == "precision":
+        yield "best", ValueError, "got 'best', expected None or one of default"
+    elif annotation == "bool":
+        yield 1, TypeError, "got 1, expected (a bool|True or False)"
+    elif annotation in ("float", "float | None"):
+        yield float("nan"), ValueError, "got nan, expected a finite number"
+        yield "1", TypeError, "got '1', expected a number"
+    elif annotation in ("str", "str | None"):
+        yield "no such word", ValueError, "got 'no such word', expected"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_wrong_types_of_every_argument(operation: str) -> None:
+    """Of arrays, switches, numbers, words and precisions, as the signature and the cases have them: they need no row below."""
+    canonicalise = get_operation(operation).canonicalise
+    usual, tried = next(calls_of(operation)), 0
+    for name, parameter in inspect.signature(canonicalise).parameters.items():
+        call = next((call for call in calls_of(operation) if name in call), usual)
+        if (operation, name) in ANY_NUMBER:
+            continue
+        said_of = r"\w*soft_?cap" if re.search("soft_?cap", name) else name
+        for value, error, message in wrong_values(name, str(parameter.annotation), call.get(name)):
+            with pytest.raises(error, match=f"^{said_of}: {message}"):
+                canonicalise(**{**call, name: value})
+            tried += 1
+    assert tried
+
 
 REFUSED: dict[str, list[Any]] = {
     "add_rms_norm": [
         ((X, X[:1]), {}, ValueError, r"residual: got shape \(1, 3, 8\), expected \(2, 3, 8\), the shape of x"),
         ((X, None), {}, TypeError, "residual: got NoneType, expected an array"),
-        ((X, X.astype(np.int32)), {}, TypeError, "residual: got dtype int32, expected a floating type"),
         ((X, X, EIGHT[:5]), {}, ValueError, r"scale: got shape \(5,\), expected \(8,\) = \[size of x along axis\]"),
         ((X, X), {"axis": 3}, ValueError, r"axis: got 3, expected a value in \[-3, 2\]"),
         ((X, X), {"epsilon": -1e-6}, ValueError, "epsilon: got -1e-06, expected a value >= 0"),
@@ -85,7 +132,6 @@ REFUSED: dict[str, list[Any]] = {
     ],
     "delta_rule": [
         ((Q[0], Q, Q), {}, ValueError, r"query: got shape \(5, 4, 8\) with 3 axes, expected 4 axes"),
-        ((Q.astype(np.int32), Q, Q), {}, TypeError, "query: got dtype int32, expected a floating type"),
         ((Q, Q[..., :3], Q), {}, ValueError, r"key: got shape \(2, 5, 4, 3\), expected \(2, 5, 4, 8\), with batch, length"),
         ((Q, Q, Q[:, :4]), {}, ValueError, r"value: got shape \(2, 4, 4, 8\), expected \(2, 5, 4, 8\)"),
         ((Q, Q[:, :, :3], Q), {}, ValueError, "key: got 3 heads, expected a number that divides 4"),
@@ -103,12 +149,9 @@ REFUSED: dict[str, list[Any]] = {
             ValueError,
             "segments: got an array, expected None beside cu_seqlens",
         ),
-        ((Q, Q, Q), {"scale": float("nan")}, ValueError, "scale: got nan, expected a finite number"),
-        ((Q, Q, Q), {"chunked": 1}, TypeError, "chunked: got 1, expected a bool"),
     ],
     "causal_conv1d": [
         ((X[0], C), {}, ValueError, r"x: got shape \(3, 8\) with 2 axes, expected 3 axes"),
-        ((X.astype(np.int32), C), {}, TypeError, "x: got dtype int32, expected a floating type"),
         ((X, X[0]), {}, ValueError, r"weight: got shape \(3, 8\), expected \(8, 8\) = \[C, W\]"),
         ((X, EIGHT[:, None]), {}, ValueError, "weight: got a width of 1, expected at least 2; a width of 1 is a product"),
         ((X, None), {}, TypeError, "weight: got NoneType, expected an array"),
@@ -124,19 +167,15 @@ REFUSED: dict[str, list[Any]] = {
             "segments: got an array, expected None beside cu_seqlens",
         ),
         ((X, FILTERS), {"activation": "gelu"}, ValueError, "activation: got 'gelu', expected None or 'silu'"),
-        ((X, FILTERS), {"return_state": 1}, TypeError, "return_state: got 1, expected a bool"),
     ],
     "cross_entropy": [
         ((X, ROWS[0]), {}, ValueError, r"targets: got shape \(3,\), expected \(2, 3\), one label for each row"),
         ((X, X[..., 0]), {}, TypeError, "targets: got float32, expected integers"),
-        ((X.astype(np.int32), ROWS), {}, TypeError, "x: got dtype int32, expected a floating type"),
         ((X[..., :0], ROWS), {}, ValueError, "x: got a vocabulary of 0, expected at least one entry"),
         ((X, ROWS, C), {}, ValueError, r"head: got shape \(5, 4\), expected \[D, V\] with D = 8 as in x"),
-        ((X, ROWS, X[0]), {"transpose_head": 1}, TypeError, "transpose_head: got 1, expected a bool"),
         ((X, ROWS, None, EIGHT), {}, ValueError, "head: got None, expected a head beside head_bias"),
         ((X, ROWS, X[0], EIGHT), {"transpose_head": True}, ValueError, r"head_bias: got shape \(8,\), expected \(3,\)"),
         ((X, ROWS), {"logit_softcap": 0.0}, ValueError, "logits_soft_cap: got 0.0, expected a value > 0"),
-        ((X, ROWS), {"precision": "best"}, ValueError, "precision: got 'best'"),
     ],
     "linear_cross_entropy": [
         ((X, ROWS, None), {}, TypeError, "head: got"),
@@ -151,11 +190,9 @@ REFUSED: dict[str, list[Any]] = {
         ((X, X, None, None, ROWS), {}, TypeError, "valid: got dtype int32, expected bool"),
         ((X, X), {"transpose_heads": True}, ValueError, "transpose_heads: got True, expected False without heads"),
         ((X, X), {"direction": "jsd", "beta": -0.1}, ValueError, r"beta: got -0.1, expected a value in \[0, 1\]"),
-        ((X, X), {"temperature": float("nan")}, ValueError, "temperature: got nan, expected a finite number"),
         ((X, X, C), {}, ValueError, r"student_head: got shape \(5, 4\), expected \[D, V\] with D = 8 as in student"),
     ],
     "gated_linear_unit": [
-        ((G2,), {}, TypeError, "gate: got dtype int32, expected a floating type"),
         ((X[0, 0, 0],), {}, ValueError, r"gate: got shape \(\), expected at least one axis"),
         ((X[..., :5],), {}, ValueError, "gate: got 5 channels, expected an even number of them, gate and up, beside up=None"),
         ((X, X[:1]), {}, ValueError, r"up: got shape \(1, 3, 8\), expected \(2, 3, 8\) = shape of gate"),
@@ -172,7 +209,6 @@ REFUSED: dict[str, list[Any]] = {
         ((X[0, :, :3], X, G2[:1]), {}, ValueError, "group_sizes: got 1 groups, expected 2 as in rhs"),
         ((X[0, :, :3], X[:1], G2), {}, ValueError, "group_sizes: got 2 groups, expected 1 as in rhs; group_offset="),
         ((X[0, :, :3], X, G2[:1], 0), {}, ValueError, "group_sizes: got 1 groups, expected at least 2 as in rhs"),
-        ((X[0, :, :3], X, G2 / 2), {}, TypeError, "group_sizes: got dtype float64, expected integers"),
         ((X[0, :, :3], X, G2, 1.5), {}, TypeError, "group_offset: got dtype float.., expected an integer"),
         ((X[0, :, :3], X, G2, G2), {}, ValueError, r"group_offset: got shape \(2,\), expected a scalar or \[1\]"),
         ((X[0, :, :3], X, G2, None, X[0, :2]), {}, ValueError, r"existing_out: got shape \(2, 8\), expected \(3, 8\)"),
@@ -183,12 +219,9 @@ REFUSED: dict[str, list[Any]] = {
             "existing_out: got dtype float16, expected float32",
         ),
         ((X[0, :, :3], X, G2), {"preferred_element_type": np.int32}, TypeError, "preferred_element_type: got dtype int32"),
-        ((X[0, :, :3], X, G2), {"precision": "best"}, ValueError, "precision: got 'best', expected None or one of default"),
-        ((X[0, :, :3], X, G2), {"transpose_rhs": 1}, TypeError, "transpose_rhs: got 1, expected a bool"),
         ((X[0, :, :3].astype(np.int8), X, G2), {}, TypeError, "lhs: got dtype int8, expected a floating type"),
         ((X[0, :, :3], X.astype(np.int16), G2), {}, TypeError, "rhs: got dtype int16, expected a floating type or int8"),
         ((X[0, :, :3], X, G2, None, None, EIGHT), {}, ValueError, r"rhs_scale: got shape \(8,\), expected \(2,\) or \(2, 8\)"),
-        ((X[0, :, :3], X, G2, None, None, G2), {}, TypeError, "rhs_scale: got dtype int32, expected a floating type"),
         (
             (X[0, :, :3], X, G2, None, None, None, EIGHT),
             {},
@@ -200,12 +233,6 @@ REFUSED: dict[str, list[Any]] = {
             {},
             ValueError,
             r"lhs_scale: got shape \(8,\), expected \(3,\) or \(\) = \[M\] or one number",
-        ),
-        (
-            (X[0, :, :3], X, G2, None, None, None, None, G2),
-            {},
-            TypeError,
-            "lhs_scale: got dtype int32, expected a floating type",
         ),
         (
             (X[0, :, :3].astype(jnp.float8_e4m3fn), X, G2),
@@ -230,7 +257,6 @@ REFUSED: dict[str, list[Any]] = {
     "rms_norm": _NORM,
     "linear_recurrence": [
         ((X, X, X), {}, ValueError, r"query: got shape \(2, 3, 8\) with 3 axes, expected 4 axes"),
-        ((Q.astype(np.int32), Q, Q), {}, TypeError, "query: got dtype int32, expected a floating type"),
         ((Q, Q[:, :, :, :4], Q), {}, ValueError, r"key: got .* expected batch 2, length 5 and 8 channels as query"),
         ((Q, Q, Q[:, :3]), {}, ValueError, r"value: got shape \(2, 3, 4, 8\), expected batch 2, length 5 as query"),
         ((Q, Q[:, :, :3], Q), {}, ValueError, "key: got .* heads, expected the fewest, 3, to divide the most, 4"),
@@ -248,16 +274,12 @@ REFUSED: dict[str, list[Any]] = {
         ((*QKV,), {"initial_state": Q}, ValueError, r"initial_state: got .* expected \(2, 4, 8, 3\) = \[B, H, D, V\]"),
         ((*QKV,), {"cu_seqlens": G2}, ValueError, "query: got batch 2, expected batch 1 with cu_seqlens; pack"),
         ((*QKV,), {"cu_seqlens": G2 / 2}, TypeError, "cu_seqlens: got dtype float64, expected integers"),
-        ((*QKV,), {"reverse": 1}, TypeError, "reverse: got 1, expected a bool"),
-        ((*QKV,), {"scale": float("nan")}, ValueError, "scale: got nan, expected a finite number"),
-        ((*QKV,), {"precision": "best"}, ValueError, "precision: got 'best', expected None or one of default"),
     ],
     "rwkv4": [
         ((EIGHT, EIGHT, X[0], X[0]), {}, ValueError, r"k: got shape \(3, 8\) with 2 axes, expected 3 axes"),
         ((EIGHT[:5], EIGHT, X, X), {}, ValueError, r"w: got shape \(5,\), expected \(8,\) = \[C\]"),
         ((EIGHT, EIGHT, X, X[:, :2]), {}, ValueError, r"v: got .* expected \(2, 3, 8\) = \[B, T, C\] as k"),
         ((EIGHT, EIGHT, X, X, X[:, :2]), {}, ValueError, r"state: got .* expected \(2, 3, 8\) = \[B, 3, C\]"),
-        ((EIGHT, EIGHT, X, X), {"return_state": 1}, TypeError, "return_state: got 1, expected a bool"),
     ],
     "selective_scan": [
         ((X[0], *SCAN[1:]), {}, ValueError, r"x: got shape \(3, 8\) with 2 axes, expected 3 axes"),
@@ -266,13 +288,10 @@ REFUSED: dict[str, list[Any]] = {
         ((*SCAN[:4], EIGHT[:2], X), {}, ValueError, r"D: got shape \(2,\), expected \(8,\) = \[I\]"),
         ((*SCAN[:5], None), {}, TypeError, "dt: got NoneType, expected an array"),
         ((*SCAN, X), {}, ValueError, r"initial_state: got .* expected \(2, 8, 8\) = \[B, I, N\]"),
-        ((X.astype(np.int32), *SCAN[1:]), {}, TypeError, "x: got dtype int32, expected a floating type"),
     ],
     "mean_pooling": [
         ((X[0],), {}, ValueError, r"x: got shape \(3, 8\), expected \[B,T,H,D\] or \[B,T,D\]"),
-        ((X.astype(np.int32),), {}, TypeError, "x: got dtype int32, expected a floating type"),
         ((X, np.array([0, 3])), {}, ValueError, "x: got batch 2, expected batch 1 with cu_seqlens; pack"),
-        ((X[:1], np.array([0.0, 3.0])), {}, TypeError, "cu_seqlens: got dtype float64, expected integers"),
         ((X[:1], np.array([[0, 3]])), {}, ValueError, r"cu_seqlens: got shape \(1, 2\) with 2 axes, expected 1 axes"),
         ((X[:1], np.array([], np.int32)), {}, ValueError, r"cu_seqlens: got no element, expected \[n \+ 1\]"),
     ],
@@ -284,17 +303,14 @@ REFUSED: dict[str, list[Any]] = {
             ValueError,
             r"block_indices: got shape \(2, 4, 4, 3\), expected \[B,T,K,S\] with .*2, 5, 4",
         ),
-        ((Q, Q, Q, SLOTS / 2), {}, TypeError, "block_indices: got dtype float64, expected integers"),
         ((Q, Q[:, :4], Q[:, :4], SLOTS), {}, ValueError, "key: got length 4, expected the query's 5"),
         ((Q, Q[:, :, :3], Q[:, :, :3], SLOTS), {}, ValueError, "query: got 4 heads, expected a multiple of the 3 key heads"),
         ((Q, Q, Q, SLOTS, SLOTS), {}, ValueError, r"block_counts: got shape \(2, 5, 4, 3\), expected an int, or \[B,T,K\]"),
         ((Q, Q, Q, SLOTS, -1), {}, ValueError, "block_counts: got -1, expected a value >= 0"),
         ((Q, Q, Q, SLOTS, 1.5), {}, TypeError, "block_counts: got 1.5, expected an int"),
         ((Q, Q, Q, SLOTS, None, np.array([0, 5])), {}, ValueError, "query: got batch 2, expected batch 1 with cu_seqlens"),
-        ((Q, Q, Q, SLOTS, None, np.array([0.0])), {}, TypeError, "cu_seqlens: got dtype float64, expected integers"),
         ((Q, Q, Q, SLOTS), {"block_size": 0}, ValueError, "block_size: got 0, expected a value >= 1"),
         ((Q, Q, Q, SLOTS), {"softmax_scale": float("inf")}, ValueError, "softmax_scale: got inf, expected a finite number"),
-        ((Q, Q, Q, SLOTS), {"return_lse": 1}, TypeError, "return_lse: got 1, expected True or False"),
     ],
     "quantized_matmul": [
         ((X[0, 0, 0], Q4, S4, S4), {}, ValueError, r"x: got shape \(\), expected \[..., K\]"),
@@ -314,7 +330,6 @@ REFUSED: dict[str, list[Any]] = {
         ((X[0], Q4, S4, S4, G1), {}, ValueError, r"w: got shape \(8, 8\) with 2 axes, expected 3 axes.* beside group_sizes"),
         ((X, *QUANTIZED, G1), {}, ValueError, r"x: got shape \(2, 3, 8\), expected \[M, K\] beside group_sizes"),
         ((X[0], *QUANTIZED, G2), {}, ValueError, "group_sizes: got 2 groups, expected 1 as in w; group_offset= says"),
-        ((X[0], *QUANTIZED, G1 / 2), {}, TypeError, "group_sizes: got dtype float64, expected integers"),
         ((X[0], *QUANTIZED, G1, 0.5), {}, TypeError, "group_offset: got dtype float.*, expected an integer"),
         ((X[0], Q4, S4, S4, None, 1), {}, ValueError, "group_offset: got 1, expected None without group_sizes"),
         ((X[0], Q4, S4, S4), {"transpose": 0}, TypeError, "transpose: got 0, expected a bool"),
@@ -325,7 +340,6 @@ REFUSED: dict[str, list[Any]] = {
         *_ROPE,
     ],
     "sample_tokens": [
-        ((G2, KEY), {}, TypeError, "logits: got dtype int32, expected a floating type"),
         ((X[0, :, :0], KEY), {}, ValueError, r"logits: got shape \(3, 0\), expected \[..., V\] with V of at least 1"),
         ((X[0], None), {}, TypeError, "key: got NoneType, expected a key of jax.random, or one for each row"),
         ((X[0], G2), {}, TypeError, "key: got dtype int32, expected a key of jax.random"),
@@ -352,7 +366,6 @@ REFUSED: dict[str, list[Any]] = {
             ValueError,
             r"token_mask: got shape \(2, 8\), expected a shape that broadcasts to \(3, 8\) = logits",
         ),
-        ((X[0], KEY), {"return_logprobs": 1}, TypeError, "return_logprobs: got 1, expected a bool"),
     ],
     "moe_permute": [
         ((X, ROWS), {"num_experts": 4}, ValueError, "x: got shape .* with 3 axes, expected 2 axes"),
@@ -383,9 +396,7 @@ REFUSED: dict[str, list[Any]] = {
     "moe_unpermute": [
         ((X[0], ROWS), {}, ValueError, r"rows: got 3 rows, expected 6 = T \* k of positions \(2, 3\)"),
         ((X[0], ROWS[0]), {}, ValueError, "positions: got shape .* with 1 axes, expected 2 axes"),
-        ((X[0], X[0]), {}, TypeError, "positions: got dtype float32, expected integers"),
         ((X.reshape(6, 8), ROWS, EIGHT), {}, ValueError, r"weights: got shape \(8,\), expected \(2, 3\) = \[T, k\]"),
-        ((X.reshape(6, 8), ROWS, ROWS), {}, TypeError, "weights: got dtype int32, expected a floating type"),
     ],
     "scaled_matmul": [
         ((X[0], N8, ONE, ONE), {}, TypeError, "lhs: got dtype float32, expected int8, float8_e4m3fn or float8_e5m2; divide it"),
@@ -412,14 +423,11 @@ REFUSED: dict[str, list[Any]] = {
             r"lhs_scale: got shape \(3,\), expected \(8,\) = \[...\] of lhs, or one number",
         ),
         ((N8, N8, ONE, X[0]), {}, ValueError, r"rhs_scale: got shape \(3, 8\), expected \(8,\) = \[N\], or one number"),
-        ((N8, N8, G2[0], ONE), {}, TypeError, "lhs_scale: got dtype int32, expected a floating type"),
         ((N8, N8, ONE, None), {}, TypeError, "rhs_scale: got NoneType, expected an array"),
         ((N8, N8, ONE, ONE), {"out_dtype": jnp.int8}, TypeError, "out_dtype: got dtype int8, expected float32, bfloat16"),
         ((N8, N8, ONE, ONE), {"out_dtype": "int9"}, TypeError, "out_dtype: got 'int9', expected float32, bfloat16 or float16"),
-        ((N8, N8, ONE, ONE), {"precision": "best"}, ValueError, "precision: got 'best', expected None or one of default"),
     ],
     "softmax": [
-        ((X.astype(np.int32),), {}, TypeError, "x: got dtype int32, expected a floating type"),
         ((X[0, 0, 0],), {}, ValueError, r"x: got shape \(\), expected at least one axis"),
         ((X,), {"axis": -4}, ValueError, r"axis: got -4, expected a value in \[-3, 2\]"),
         ((X,), {"axis": (1, -2)}, ValueError, r"axis: got \(1, -2\), expected one or more axes, each once"),
@@ -476,7 +484,6 @@ REFUSED: dict[str, list[Any]] = {
         ((X, X, SLOTS[:, :, 0]), {}, ValueError, r"query: got shape \(2, 3, 8\) with 3 axes, expected 4 axes"),
         ((Q, X, SLOTS), {}, ValueError, r"token_indices: got shape \(2, 5, 4, 3\) with 4 axes, expected 3 axes"),
         ((Q, X, SLOTS[:, :4, 0]), {}, ValueError, r"token_indices: got shape \(2, 4, 3\), expected \[B,T,k\] with .*2, 5"),
-        ((Q, X, SLOTS[:, :, 0] / 2), {}, TypeError, "token_indices: got dtype float64, expected integers"),
         ((Q, X, SLOTS[:, :, 0]), {"value_size": 9}, ValueError, "value_size: got 9, expected at most 8"),
         ((Q, X, SLOTS[:, :, 0]), {"value_size": 0}, ValueError, "value_size: got 0, expected a value >= 1"),
     ],

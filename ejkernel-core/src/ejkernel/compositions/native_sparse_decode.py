@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel._dispatch.explanation import capturing
+from ejkernel.compositions.block_means import attend_means
 from ejkernel.operations.common.selected import NOTHING, distinct
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
-from ejkernel.operations.native_sparse_attention.forms import block_means, blocks_of
+from ejkernel.operations.native_sparse_attention.forms import blocks_of
 from ejkernel.operations.native_sparse_selection.interface import OPERATION as _SELECTION
 from ejkernel.utils.integers import as_int32
 
@@ -57,11 +58,10 @@ def decode_branches(
     summary = None
     if compressed or block_indices is None:
         blocks = blocks_of(key.shape[1], block_size, None)
-        keys, values = (block_means(x, block_size, blocks, None) for x in (key, value))
-        ends = (blocks.starts + (block_size - 1))[None]
-        arrays = {"query": query, "key": keys, "value": values, "query_positions": position[:, None], "key_positions": ends}
-        options = {"causal": True, "softmax_scale": scale, "return_lse": True}
-        summary, lse = _FLASH_ATTENTION.invoke(arrays, options, platform=platform)
+        positions = position[:, None]
+        keys, summary, lse = attend_means(
+            query, key, value, blocks, block_size, positions, None, scale=scale, platform=platform
+        )
         if block_indices is None:
             own = jnp.where(position < 0, NOTHING, position // block_size)[:, None]
             arrays = {"query": query, "means": keys, "lse": lse, "own_blocks": own, "block_counts": block_counts}

@@ -165,8 +165,15 @@ class Entries(NamedTuple):
     soft_cap: float | None
     precision: Any
 
-    def mean_under(self, q: Any, kept: Any, axes: Axes) -> tuple[Any, Any]:
-        """`sum_v q_v` and `sum_v q_v l_v` in float32, for q `[V]` or `[..., V]`; 0 for rows that are not kept.
+    def loss_under(self, q: Any, lse: Any, kept: Any, axes: Axes) -> Any:
+        """`sum_v q_v (lse - l_v)` for q `[V]` or `[..., V]`, over the whole vocabulary."""
+        mass, mean = self._mean_under(q, kept)
+        if axes:
+            mass, mean = jax.lax.psum(mass, axes), jax.lax.psum(mean, axes)
+        return mass * lse - mean
+
+    def _mean_under(self, q: Any, kept: Any) -> tuple[Any, Any]:
+        """`sum_v q_v` and `sum_v q_v l_v` in float32, for q `[V]` or `[..., V]`; 0 for rows that are not kept; of this device.
 
         With a head `sum_v q_v l_v = x . (head q) + bias . q`: the logits are not formed.
         """
@@ -187,5 +194,4 @@ class Entries(NamedTuple):
             found = jnp.sum(x * (columns if q.ndim > 1 else jnp.broadcast_to(columns, x.shape)), axis=-1)
             if self.bias is not None:
                 found = found + jnp.matmul(q, self.bias.astype(wide), precision=products)
-        mass, found = jnp.sum(q, axis=-1), jnp.where(kept, found, 0)
-        return (jax.lax.psum(mass, axes), jax.lax.psum(found, axes)) if axes else (mass, found)
+        return jnp.sum(q, axis=-1), jnp.where(kept, found, 0)

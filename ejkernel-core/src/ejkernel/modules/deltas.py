@@ -10,9 +10,9 @@ from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_api
 from ejkernel.modules._options import DeltaOptions, Rwkv7Options
-from ejkernel.operations.delta_rule.forms import by_removal, check_starts, chunked_by, delta, dims_of, ragged
+from ejkernel.operations.delta_rule.forms import by_removal, by_vectors, check_starts, chunked_by, delta, dims_of, ragged
 from ejkernel.operations.delta_rule.interface import OPERATION as _DELTA_RULE
-from ejkernel.utils.checks import check_array, check_compute, check_given, check_shape
+from ejkernel.utils.checks import check_given
 
 __all__ = [
     "RWKV7",
@@ -372,9 +372,7 @@ def rwkv7(
     arrays, options, run = split(
         locals(), "query=r decay=w key=k value=v a b initial_state cu_seqlens", "scale=softmax_scale chunked=use_chunked"
     )
-    for name, array in zip("rwkvab", arrays.values(), strict=False):
-        check_array(name, array, ndim=4)
-    return _DELTA_RULE.invoke(arrays, options, **run)
+    return _DELTA_RULE.invoke(arrays, options, form=by_vectors, **run)
 
 
 @overload
@@ -454,11 +452,9 @@ def rwkv7_mul(
 
     Source: Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, 2025.
     """
-    arrays, options, run = split(locals(), "r w k v kk a initial_state cu_seqlens", "scale=softmax_scale chunked=use_chunked")
-    for name in ("r", "w", "k", "v", "kk", "a"):
-        check_compute(name, arrays[name], ndim=4)
-    check_shape("a", a, tuple(kk.shape), "[B,T,H,D] as kk")
-    _DELTA_RULE.check_values({"query": r, "cu_seqlens": cu_seqlens})
+    arrays, options, run = split(
+        locals(), "query=r decay=w key=k value=v kk a initial_state cu_seqlens", "scale=softmax_scale chunked=use_chunked"
+    )
     return _DELTA_RULE.invoke(arrays, options, form=by_removal, **run)
 
 

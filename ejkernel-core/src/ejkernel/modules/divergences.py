@@ -2,38 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import jax.numpy as jnp
-
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public, split
-from ejkernel.call.arrays import statistics_dtype
-from ejkernel.compositions import mesh as _mesh
-from ejkernel.compositions.axes import Axes
-from ejkernel.compositions.vocabulary_parallel import (
-    as_temperature,
-    check_reduction,
-    counted,
-    per_result,
-    reduced,
-    several,
-    specs_of,
-    split_axes,
-    summed,
-)
-from ejkernel.errors import argument_names, invalid, wrong_type
+from ejkernel.compositions.kl_divergence import KLDivergenceOutput, kl_divergence
 from ejkernel.modules._class_api import class_api
-from ejkernel.operations.kl_divergence.interface import OPERATION as _KL_DIVERGENCE
 
 __all__ = ["FusedKLDivergence", "KLDivergenceOutput", "fused_kl_divergence"]
-
-
-class KLDivergenceOutput(NamedTuple):
-    """loss, differentiable; weight_sum, the sum of the weights of the tokens that count."""
-
-    loss: t.Loss
-    weight_sum: t.Loss
 
 
 @public()
@@ -101,70 +75,7 @@ def fused_kl_divergence(
     arrays, options, run = split(
         locals(), "student_logits teacher_logits weights student_hidden student_head teacher_hidden teacher_head attention_mask"
     )
-    for side in ("student", "teacher"):
-        _check_side(side, arrays)
-    check_reduction(reduction)
-    row_axes: Axes = ()
-    specs = specs_of(arrays, tuple(arrays), mesh, in_specs, out_specs)
-    if mesh is not None:
-        for name, array in arrays.items():
-            if array is not None and name not in ("weights", "attention_mask"):
-                rows, last = split_axes(specs.get(name), len(array.shape))
-                whole = (*rows, *last) if name.endswith("head") else last
-                if several(whole, mesh):
-                    raise invalid("in_specs", f"{name} split over {whole}", "tokens split, vocabulary and channels whole")
-                row_axes = several(rows, mesh) if name in ("student_logits", "student_hidden") else row_axes
-        run["out_specs"] = KLDivergenceOutput(*per_result(out_specs, 2))
-    return _mesh.over_mesh(_kl_divergence, arrays, {**options, "row_axes": row_axes}, **run)
-
-
-def _kl_divergence(
-    *,
-    student_logits: Any,
-    teacher_logits: Any,
-    weights: Any,
-    student_hidden: Any,
-    student_head: Any,
-    teacher_hidden: Any,
-    teacher_head: Any,
-    attention_mask: Any,
-    reduction: str,
-    row_axes: Axes,
-    platform: Any,
-    cfg: Any,
-    **options: Any,
-) -> KLDivergenceOutput:
-    """On one device."""
-    student = student_logits if student_hidden is None else student_hidden
-    options["temperature"] = temperature = as_temperature(options["temperature"], student.dtype)
-    kept, scale = counted(tuple(student.shape[:-1]), weights, attention_mask, statistics_dtype(jnp.dtype(student.dtype).name))
-    arrays = {
-        "student": student,
-        "teacher": teacher_logits if teacher_hidden is None else teacher_hidden,
-        "student_head": student_head,
-        "teacher_head": teacher_head,
-        "valid": None if weights is None and attention_mask is None else kept,
-    }
-    student_name = "student_logits" if student_hidden is None else "student_hidden"
-    teacher_name = "teacher_logits" if teacher_hidden is None else "teacher_hidden"
-    with argument_names(student=student_name, teacher=teacher_name):
-        loss = _KL_DIVERGENCE.invoke(arrays, options, platform=platform, cfg=cfg)
-    loss = loss * scale * temperature**2
-    weight_sum = summed(scale, row_axes)
-    return KLDivergenceOutput(reduced(loss, weight_sum, reduction, row_axes), weight_sum)
-
-
-def _check_side(side: str, arrays: dict[str, Any]) -> None:
-    logits, hidden, head = (arrays[f"{side}_{name}"] for name in ("logits", "hidden", "head"))
-    for name in (f"{side}_logits", f"{side}_hidden", f"{side}_head", "weights", "attention_mask"):
-        if arrays[name] is not None and not hasattr(arrays[name], "dtype"):
-            raise wrong_type(name, type(arrays[name]).__name__, "an array")
-    if (logits is None) == (hidden is None):
-        got = "neither logits nor hidden states" if logits is None else "both logits and hidden states"
-        raise invalid(f"{side}_logits", got, f"{side}_logits, or {side}_hidden with {side}_head")
-    if (hidden is None) != (head is None):
-        got = "None" if head is None else "an array"
-        raise invalid(f"{side}_head", got, f"a head with {side}_hidden, and None with {side}_logits")
+    return kl_divergence(arrays, options, **run)
 
 
 FusedKLDivergence = class_api("FusedKLDivergence", fused_kl_divergence)

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Unpack, overload
 
-import jax
-import jax.numpy as jnp
-
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import pick, public, split
-from ejkernel.call.arrays import statistics_dtype
-from ejkernel.call.records import Bound
-from ejkernel.errors import argument_names, invalid, wrong_type
+from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_api
 from ejkernel.modules._options import DispatchOptions
 from ejkernel.modules.norms import Activation, activation, gated_rms_norm
 from ejkernel.operations.common.options import as_flag
-from ejkernel.operations.common.packed import check_bounds, segment_starts, taking_part, zero_outside
+from ejkernel.operations.common.packed import check_bounds, taking_part, zero_outside
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
+from ejkernel.operations.linear_recurrence.state_space import state_space
 from ejkernel.operations.rwkv4.interface import OPERATION as _RWKV4
+from ejkernel.operations.selective_scan.forms import scan
 from ejkernel.operations.selective_scan.interface import OPERATION as _SELECTIVE_SCAN
 from ejkernel.utils.checks import check_compute, check_shape, finite_number
 
@@ -78,7 +75,7 @@ def state_space_v1(
     """
     arrays = pick(locals(), "x=hidden_states A B C D dt initial_state dt_bias segments=seg_ids cu_seqlens")
     options = {"dt_softplus": as_flag("dt_softplus", dt_softplus)}
-    out, state = _SELECTIVE_SCAN.invoke(arrays, options, platform=platform, cfg=cfg, form=_scan)
+    out, state = _SELECTIVE_SCAN.invoke(arrays, options, platform=platform, cfg=cfg, form=scan)
     activated = activation(act_fn)
     if gate is not None:
         used = _used_gate(gate, out, "[B, T, I]", seg_ids, cu_seqlens)
@@ -160,7 +157,7 @@ def state_space_v2(
     finite_number("rmsnorm_eps", rmsnorm_eps, at_least=0)
     check_bounds(cu_seqlens, "x", x)
     options = {"n_groups": n_groups, "precision": precision, "dt_softplus": as_flag("dt_softplus", dt_softplus)}
-    out, state = _LINEAR_RECURRENCE.invoke(arrays, options, platform=platform, cfg=cfg, form=_ssd)
+    out, state = _LINEAR_RECURRENCE.invoke(arrays, options, platform=platform, cfg=cfg, form=state_space)
     activated = activation(act_fn)
     if gate is None:
         return out, state, conv_state
@@ -189,117 +186,6 @@ def _used_gate(gate: Any, out: Any, meaning: str, segments: Any, cu_seqlens: Any
     check_shape("gate", gate, out.shape, meaning)
     part = taking_part(segments, cu_seqlens, out, "x")
     return gate if part is None else zero_outside(part, gate)[0]
-
-
-def step_sizes(dt: Any, dt_bias: Any, dt_softplus: bool, x: Any, meaning: str) -> Any:
-    """The step sizes `[B,T,I or H]` in float32, or as they are where there is nothing to do."""
-    if dt_bias is not None:
-        check_compute("dt_bias", dt_bias)
-        check_shape("dt_bias", dt_bias, dt.shape[2:], f"[{meaning}]")
-    elif not dt_softplus:
-        return dt
-    steps = dt.astype(statistics_dtype(str(x.dtype)))
-    steps = steps if dt_bias is None else steps + dt_bias.astype(steps.dtype)[None, None]
-    return jax.nn.softplus(steps) if dt_softplus else steps
-
-
-def _scan(*, x: Any, dt: Any, dt_bias: Any, dt_softplus: bool, **arrays: Any) -> Bound:
-    """Mamba with the step sizes that its kernel computes."""
-    check_compute("x", x, ndim=3)
-    check_compute("dt", dt)
-    check_shape("dt", dt, x.shape, "[B, T, I] as x")
-    part = taking_part(arrays["segments"], arrays["cu_seqlens"], x, "x")
-    if part is not None and (dt_bias is not None or dt_softplus):
-        (dt,) = zero_outside(part, dt)
-    return _SELECTIVE_SCAN.canonicalise(x, dt=step_sizes(dt, dt_bias, dt_softplus, x, "I"), **arrays)
-
-
-def _ssd(
-    *,
-    x: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    D: Any,
-    dt: Any,
-    initial_state: Any,
-    dt_bias: Any,
-    segments: Any,
-    cu_seqlens: Any,
-    n_groups: int | None,
-    precision: Any,
-    dt_softplus: bool,
-) -> Bound:
-    """Mamba-2 as a linear recurrence: query C, key B, value x scaled by dt, log decay A dt, skip D."""
-    check_compute("x", x, ndim=4)
-    batch, length, heads, channels = x.shape
-    width = check_groups(x, B, C, n_groups)
-    check_compute("dt", dt)
-    check_shape("dt", dt, (batch, length, heads), "[B, T, H]")
-    part, packed = taking_part(segments, cu_seqlens, x, "x"), cu_seqlens is not None
-    per_head: dict[str, tuple[Any, tuple[int, ...], str]] = {"A": (A, (heads,), "[H]")}
-    if D is not None:
-        check_compute("D", D)
-        per_head["D"] = (D, (heads, channels), "[H, P]") if D.ndim == 2 else (D, (heads,), "[H]")
-    if initial_state is not None:
-        count, meaning = (cu_seqlens.shape[0] - 1, "[n, H, P, N]") if packed else (batch, "[B, H, P, N]")
-        per_head["initial_state"] = (initial_state, (count, heads, channels, width), meaning)
-    for name, (array, shape, meaning) in per_head.items():
-        check_compute(name, array)
-        check_shape(name, array, shape, meaning)
-    query, key = C, B
-    if part is not None:  # before any product, whose gradient would be 0 * NaN
-        x, query, key, dt = zero_outside(part, x, query, key, dt)
-    wide = statistics_dtype(str(x.dtype))
-    steps = step_sizes(dt, dt_bias, dt_softplus, x, "H").astype(wide)
-    if part is not None:
-        (steps,) = zero_outside(part, steps)  # bias and softplus leave no zeros
-    # the lowest finite number for -inf, which times a dt of 0 would be NaN
-    decay = steps * jnp.maximum(A.astype(wide), jnp.finfo(wide).min)[None, None]
-    if segments is not None:
-        decay = jnp.where(segment_starts(segments)[1][..., None], jnp.full_like(decay, _FORGETS), decay)
-    bound = _LINEAR_RECURRENCE.canonicalise(
-        query,
-        key,
-        x,
-        decay,
-        value_scale=steps,
-        skip=None if D is None else D.astype(wide),
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        scale=1.0,
-        return_state=True,
-        transposed_state=True,
-        precision=precision,
-    )
-
-    def finish(outputs: Any) -> Any:
-        out, state = bound.finish(outputs)
-        shape = batch, length, heads * channels
-        # A mesh has no rule for a reshape of nothing.
-        return out.reshape(shape) if channels else jnp.zeros(shape, out.dtype), state
-
-    return Bound(bound.call, bound.inputs, finish)
-
-
-_FORGETS = -1000.0
-"""A log decay whose exponential is 0 in float64 too."""
-
-
-def check_groups(x: Any, B: Any, C: Any, n_groups: int | None) -> int:
-    """N; B and C are `[B,T,G,N]`, and G divides the heads of x."""
-    if n_groups is not None and (isinstance(n_groups, bool) or not isinstance(n_groups, int)):
-        raise wrong_type("n_groups", repr(n_groups), "an int or None")
-    for name, array in (("B", B), ("C", C)):
-        check_compute(name, array, ndim=4)
-        if n_groups is not None and array.shape[2] != n_groups:
-            raise invalid(name, f"{array.shape[2]} groups", f"n_groups = {n_groups}")
-    groups, width = B.shape[2:]
-    for name, array in (("B", B), ("C", C)):
-        check_shape(name, array, (*x.shape[:2], groups, width), "[B, T, G, N] as x and B")
-    if groups == 0 or x.shape[2] % groups:
-        raise invalid("B", f"{groups} groups", f"a divisor of the {x.shape[2]} heads of x")
-    return width
 
 
 @overload

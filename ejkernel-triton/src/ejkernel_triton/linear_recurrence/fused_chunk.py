@@ -31,6 +31,7 @@ from ejkernel_triton.linear_recurrence.tiles import (
     load_scales,
     load_tile,
     log_tile,
+    position_of,
     prefix_decays,
     row_of,
     scalar_logs,
@@ -42,6 +43,7 @@ from ejkernel_triton.linear_recurrence.tiles import (
     store_tile,
     stored_values,
     suffix_decays,
+    token_at,
     totals_of,
     weighted_scores,
 )
@@ -130,6 +132,180 @@ def level_scores(b_scores, b_query, b_key, b_log, CHUNK: tl.constexpr, LEVELS: t
 
 
 @triton.jit
+def store_state(
+    p, b_state, i_index, i_head, i_column, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TRANSPOSED: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """Store a program's part of the state before a chunk."""
+    p_tile, m_tile = state_of(p, i_index, i_head, i_column, R, BLOCK_K, BLOCK_V)
+    b_stored = b_state.to(p.dtype.element_ty)
+    if TRANSPOSED:
+        b_stored = tl.trans(b_stored)
+    tl.store(p_tile, b_stored, mask=m_tile)
+
+
+@triton.jit
+def state_products(
+    p_states, b_state, i_index, i_head, i_column,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TRANSPOSED: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """The state before a chunk, of the other recurrence, times the state here, summed over the channels of key `[BLOCK_V]`: what
+    pairs of tokens around the chunk give to the gradient of its log decays, but for the chunk's own decay."""
+    p_tile, m_tile = state_of(p_states, i_index, i_head, i_column, R, BLOCK_K, BLOCK_V)
+    b_other = tl.load(p_tile, mask=m_tile, other=0.0)
+    if TRANSPOSED:
+        b_sums = tl.sum(b_state * tl.trans(b_other), axis=1)
+    else:
+        b_sums = tl.sum(b_state * b_other, axis=0)
+    return b_sums
+
+
+@triton.jit
+def prepared_chunk(b_state, b_query, b_key, b_value, b_scores, b_total, R: tl.constexpr):
+    """Outputs and the next state with decays per channel of key, which `scores_kernel` has multiplied into query, key and scores:
+    `out = query S + scores value; S <- exp2(total) S + key^T value`."""
+    if R.back:
+        b_scores = tl.trans(b_scores)
+    b_out = dot(b_query, b_state, R)
+    b_out += dot(b_scores, b_value, R)
+    b_state *= tl.exp2(b_total)[:, None]
+    b_state = tl.dot(tl.trans(b_key), b_value, b_state, input_precision=R.precision)
+    return b_out, b_state
+
+
+@triton.jit
+def chunk_products(b_state, b_query, b_key, R: tl.constexpr):
+    """Scores of the tokens `[query, key]` and reads of the state before the chunk, without decays and scales."""
+    b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
+    return b_scores, dot(b_query, b_state, R)
+
+
+@triton.jit
+def channel_decay_chunk(
+    b_state, b_scores, b_out, b_key, b_value, b_update, b_own, b_log, b_total,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Outputs and the next state with decays per channel of value, and own times the outputs' two terms: that of the state before
+    the chunk and that of pairs within it. `b_update` is the value decayed to the next state."""
+    if R.back:
+        b_read = suffix_decays(b_log, CHUNK, R)
+    else:
+        b_read = prefix_decays(b_log, CHUNK, R)
+    b_out *= b_read * R.read_scale
+    b_far = b_own * b_out
+    b_out, b_near = add_pairs(b_out, b_scores, b_value, b_own, b_log, CHUNK, LEVELS, R)
+    b_state *= tl.exp2(b_total)[None, :]
+    b_state = add_to_state(b_state, tl.trans(b_key), b_update, R)
+    return b_out, b_state, b_far, b_near
+
+
+@triton.jit
+def scalar_decay_chunk(
+    b_state, b_scores, b_out, b_key, b_value, b_scale, b_own, logs,
+    CHUNK: tl.constexpr, FAR: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Outputs and the next state with decays per head. FAR asks for own times the outputs' term of the state before the chunk,
+    PAIRS for `pairs_around`; they are 0 otherwise."""
+    b_hi, b_lo, hi, lo = logs
+    b_far, b_near = 0.0, 0.0
+    b_read, b_update = edge_decays(b_hi, b_lo, hi, lo, R)
+    b_scores = weighted_scores(b_scores, b_hi, b_lo, CHUNK, R, R.back)
+    if R.value_scale_heads > 0:
+        b_update *= b_scale
+        b_scores *= b_scale[None, :]
+    b_out *= (b_read * R.read_scale)[:, None]
+    if FAR:
+        b_far = tl.sum(b_own * b_out, axis=1)  # [CHUNK]
+    if PAIRS:
+        b_near = pairs_around(b_scores, b_own, b_value, CHUNK, R)
+    b_out += dot(b_scores, b_value, R)
+    b_state *= tl.exp2(hi_plus_lo(hi, lo, R))
+    b_weighted = stored_values(b_value * (b_update * R.update_scale)[:, None], b_value, R)
+    b_state = add_to_state(b_state, tl.trans(b_key), b_weighted, R)
+    return b_out, b_state, b_far, b_near
+
+
+@triton.jit
+def undecayed_chunk(b_state, b_scores, b_out, b_key, b_value, b_scale, CHUNK: tl.constexpr, R: tl.constexpr):
+    """Outputs and the next state without decays."""
+    if R.read_scale != 1.0:
+        b_out *= R.read_scale
+    b_scores = weighted_scores(b_scores, 0.0, 0.0, CHUNK, R, R.back)
+    b_weighted = b_value
+    if R.value_scale_heads > 0:
+        b_scores *= b_scale[None, :]
+        b_weighted = stored_values(b_value * b_scale[:, None], b_value, R)
+    b_out += dot(b_scores, b_value, R)
+    if R.update_scale != 1.0:
+        b_weighted = (b_value.to(tl.float32) * R.update_scale).to(b_value.dtype)
+    b_state = add_to_state(b_state, tl.trans(b_key), b_weighted, R)
+    return b_out, b_state
+
+
+@triton.jit
+def transposed_chunk(
+    b_state, b_query, b_key, b_value, b_scale, b_own, logs,
+    CHUNK: tl.constexpr, FAR: tl.constexpr, PAIRS: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """`scalar_decay_chunk` or `undecayed_chunk` with the state `[BLOCK_V, BLOCK_K]`, scores `[key, query]` and all products
+    transposed."""
+    b_far, b_near = 0.0, 0.0
+    b_scores = tl.dot(b_key, tl.trans(b_query), input_precision=R.precision)
+    b_out = dot(b_state, tl.trans(b_query), R)  # [BLOCK_V, CHUNK]
+    if R.decay == "scalar":
+        b_hi, b_lo, hi, lo = logs
+        b_read, b_update = edge_decays(b_hi, b_lo, hi, lo, R)
+        if R.value_scale_heads > 0:
+            b_update *= b_scale
+        b_scores = weighted_scores(b_scores, b_hi, b_lo, CHUNK, R, not R.back)
+        b_out *= (b_read * R.read_scale)[None, :]
+        if FAR:
+            b_far = tl.sum(tl.trans(b_own) * b_out, axis=0)  # [CHUNK]
+        if PAIRS:
+            b_near = pairs_around(tl.trans(b_scores), b_own, b_value, CHUNK, R)
+        b_state *= tl.exp2(hi_plus_lo(hi, lo, R))
+        b_weighted = b_value * (b_update * R.update_scale)[:, None]
+    else:
+        b_scores = weighted_scores(b_scores, 0.0, 0.0, CHUNK, R, not R.back)
+        b_out *= R.read_scale
+        b_weighted = b_value.to(tl.float32) * R.update_scale
+        if R.value_scale_heads > 0:
+            b_weighted *= b_scale[:, None]
+    b_weighted = stored_values(b_weighted, b_value, R)
+    if R.value_scale_heads > 0:
+        b_scores *= b_scale[:, None]
+    b_out += dot(tl.trans(b_value), b_scores, R)
+    b_out = tl.trans(b_out)
+    b_state = add_to_state(b_state, tl.trans(b_weighted), b_key, R)
+    return b_out, b_state, b_far, b_near
+
+
+@triton.jit
+def scalar_log_gradients(b_products, p_partner, b_far, b_around, logs, o_row, rows, R: tl.constexpr):
+    """Gradients of log decays per head `[CHUNK]`, from both recurrences; this one, the second, runs backward in time.
+
+    Pairs within the chunk are `partner - (products - far)` summed from a token on, and with hi_lo the partner itself. Then come
+    pairs of the chunk's earlier tokens with later chunks, and pairs around the chunk."""
+    b_other = tl.load(p_partner, mask=o_row < rows, other=0.0)
+    if R.hi_lo:
+        b_log = b_other
+    else:
+        b_log = tl.cumsum(b_other - (b_products - b_far), axis=0, reverse=True)
+    b_log += tl.cumsum(b_far, axis=0) - b_far
+    b_log += tl.exp2(hi_plus_lo(logs[2], logs[3], R)) * tl.sum(b_around, axis=0)
+    return tl.where(o_row < rows, b_log, 0.0)
+
+
+@triton.jit
+def channel_log_gradients(b_partner, b_far, b_near, b_around, b_total, o_row, rows):
+    """The same per channel `[CHUNK, BLOCK_V]`."""
+    b_later = tl.where(o_row[:, None] <= o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
+    b_before = tl.where(o_row[:, None] > o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
+    b_log = select_sums(b_later, b_partner - b_near, False) + select_sums(b_before, b_far, False)
+    b_log += (tl.exp2(b_total) * b_around)[None, :]
+    return tl.where((o_row < rows)[:, None], b_log, 0.0)
+
+
+@triton.jit
 def fused_chunk_kernel(
     p_query,
     p_key,
@@ -167,19 +343,31 @@ def fused_chunk_kernel(
     BEFORE: tl.constexpr,
     LAST: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    LOG: tl.constexpr,
+    LOGS: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):
-    """Outputs of a segment's tokens.
+    """Outputs of a segment's tokens, chunk after chunk, with the state S in registers.
 
-    BEFORE: there are states before the segments. LAST: the states after sequences that have tokens are wanted.
-    LOG: 1 writes own . out, of every channel or summed, to p_log (but with PAIRS its share of the gradient of the decays), and the
-    states before all chunks to p_kept; 2 takes both, as p_partner and p_states, and writes the gradient of the decays.
-    MEMBERS: heads that a program runs one after the other, and whose outputs it sums in p_out, float32 if there are several.
+    With `a_i` the sum of a chunk's log decays up to token i, A that of all of them, and c_j the factors of values:
+
+        out_i = read_scale exp(a_i) q_i S + scale sum_{j <= i} exp(a_i - a_j) (q_i . k_j) c_j v_j + skip v_i
+        S <- exp(A) S + update_scale sum_j exp(A - a_j) k_j^T c_j v_j
+
+    Backward in time the sum is over j >= i, with `exp(a_j - a_i)`, and `exp(a_i)` and `exp(A - a_j)` change places. With decays per
+    channel the exponentials multiply channels of query and key, or of value.
+
+    Sizes: CHUNK and SEGMENT tokens; BLOCK_K and BLOCK_V channels; FULL_CHUNKS, no chunk has a tail; LEVELS, how often a chunk is
+    halved; TRANSPOSED, the state is `[BLOCK_V, BLOCK_K]`; MEMBERS heads that a program runs one after the other, and whose outputs
+    it sums in p_out, float32 if there are several.
+    States: BEFORE, there are some before the segments; LAST, those after sequences that have tokens are wanted.
+    LOGS, gradients of log decays: "first" writes own . out, of every channel or summed, to p_log (but per head with hi_lo its share
+    of the gradient), and the states before all chunks to p_kept; "second" takes both, as p_partner and p_states, and writes the
+    gradient; "none".
     """
     PARTS: tl.constexpr = R.heads // MEMBERS
     BLOCKS: tl.constexpr = (R.channels + BLOCK_V - 1) // BLOCK_V
-    PAIRS: tl.constexpr = LOG == 1 and R.decay == "scalar" and R.hi_lo
+    PAIRS: tl.constexpr = LOGS == "first" and R.decay == "scalar" and R.hi_lo
+    FAR: tl.constexpr = LOGS == "second" or PAIRS
     i_block = tl.program_id(0) % BLOCKS
     i_part = tl.program_id(0) // BLOCKS % PARTS
     i_segment = tl.program_id(0) // (BLOCKS * PARTS) % segments
@@ -195,7 +383,7 @@ def fused_chunk_kernel(
     o_row = tl.arange(0, CHUNK)
     for i_member in range(MEMBERS):
         i_head = i_part * MEMBERS + i_member
-        o_sums = ((i_batch * segments + i_segment).to(tl.int64) * R.heads + i_head) * SEGMENT
+        o_sums = (i_state.to(tl.int64) * R.heads + i_head) * SEGMENT
         b_state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
         if BEFORE:
             p_tile, m_tile = state_of(p_before, i_state, i_head, i_column, R, BLOCK_K, BLOCK_V)
@@ -205,51 +393,35 @@ def fused_chunk_kernel(
         if TRANSPOSED:
             b_state = tl.trans(b_state)
         for i_step in range(chunks):
-            if R.back:
-                i_position = (chunks - 1 - i_step) * CHUNK
-            else:
-                i_position = i_step * CHUNK
+            i_position = position_of(i_step, chunks, CHUNK, R)
             stored = count - i_position
             rows = tl.where(valid, stored, 0)
-            if R.reverse:
-                i_token = i_first - i_position
-            else:
-                i_token = i_first + i_position
-            if LOG > 0:
-                i_kept = i_state * (SEGMENT // CHUNK) + i_position // CHUNK
-            if LOG == 1:
-                p_kept_tile, m_kept = state_of(p_kept, i_kept, i_head, i_column, R, BLOCK_K, BLOCK_V)
-                b_kept = b_state.to(p_kept.dtype.element_ty)
-                if TRANSPOSED:
-                    b_kept = tl.trans(b_kept)
-                tl.store(p_kept_tile, b_kept, mask=m_kept)
+            i_token = token_at(i_first, i_position, R)
+            i_chunk = i_state * (SEGMENT // CHUNK) + i_position // CHUNK
+            if LOGS == "first":
+                store_state(p_kept, b_state, i_chunk, i_head, i_column, BLOCK_K, BLOCK_V, TRANSPOSED, R)
+            logs = None
             if R.decay == "scalar":
-                b_hi, b_lo, hi, lo = scalar_logs(
-                    p_hi, p_lo, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, FULL_CHUNKS, R
-                )
-            if LOG == 2:
+                logs = scalar_logs(p_hi, p_lo, p_gamma, i_batch, i_head, o_sums + i_position, rows, CHUNK, FULL_CHUNKS, R)
+            if LOGS == "second":
                 b_around = tl.zeros([BLOCK_V], tl.float32)
                 if R.decay == "scalar":
-                    most = hi
+                    most = logs[2]
                 else:
                     b_total = totals_of(p_totals, o_sums + i_position, i_column, rows, CHUNK, R.channels, BLOCK_V)
                     most = tl.max(b_total, axis=0)
                 if most > MIN_AROUND:
-                    p_kept_tile, m_kept = state_of(p_states, i_kept, i_head, i_column, R, BLOCK_K, BLOCK_V)
-                    b_kept = tl.load(p_kept_tile, mask=m_kept, other=0.0)
-                    if TRANSPOSED:
-                        b_around = tl.sum(b_state * tl.trans(b_kept), axis=1)
-                    else:
-                        b_around = tl.sum(b_state * b_kept, axis=0)
+                    b_around = state_products(p_states, b_state, i_chunk, i_head, i_column, BLOCK_K, BLOCK_V, TRANSPOSED, R)
 
             b_query = load_tile(p_query, i_token, i_head, 0, rows, R.query_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
             b_key = load_tile(p_key, i_token, i_head, 0, rows, R.key_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
             b_value = load_tile(
                 p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
             )
+            b_scale, b_own = None, None
             if R.value_scale_heads > 0:
                 b_scale = load_scales(p_scale, i_token, i_head, rows, CHUNK, FULL_CHUNKS, R)
-            if LOG == 2 or PAIRS or R.decay == "value":
+            if FAR or R.decay == "value":
                 b_own = load_tile(
                     p_own, i_token, i_head, i_column, rows, R.own_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
                 )
@@ -257,83 +429,30 @@ def fused_chunk_kernel(
             if R.decay == "key":
                 b_scores = load_tile(p_scores, i_token, i_head, 0, rows, R.heads, CHUNK, CHUNK, CHUNK, FULL_CHUNKS, R)
                 b_total = totals_of(p_totals, o_sums + i_position, 0, rows, CHUNK, R.width, BLOCK_K)
-                if R.back:
-                    b_scores = tl.trans(b_scores)
-                b_out = dot(b_query, b_state, R)
-                b_out += dot(b_scores, b_value, R)
-                b_state *= tl.exp2(b_total)[:, None]
-                b_state = tl.dot(tl.trans(b_key), b_value, b_state, input_precision=R.precision)
+                b_out, b_state = prepared_chunk(b_state, b_query, b_key, b_value, b_scores, b_total, R)
+            elif R.decay == "value":
+                b_scores, b_out = chunk_products(b_state, b_query, b_key, R)
+                b_log = log_tile(p_gk, i_token, i_head, i_column, rows, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
+                b_scores *= R.scale
+                b_update = load_tile(
+                    p_update, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
+                )
+                b_total = totals_of(p_totals, o_sums + i_position, i_column, rows, CHUNK, R.channels, BLOCK_V)
+                b_out, b_state, b_far, b_near = channel_decay_chunk(
+                    b_state, b_scores, b_out, b_key, b_value, b_update, b_own, b_log, b_total, CHUNK, LEVELS, R
+                )
             elif TRANSPOSED:
-                b_scores = tl.dot(b_key, tl.trans(b_query), input_precision=R.precision)
-                b_out = dot(b_state, tl.trans(b_query), R)  # [BLOCK_V, CHUNK]
-                if R.decay == "scalar":
-                    b_read, b_update = edge_decays(b_hi, b_lo, hi, lo, R)
-                    if R.value_scale_heads > 0:
-                        b_update *= b_scale
-                    b_scores = weighted_scores(b_scores, b_hi, b_lo, CHUNK, R, not R.back)
-                    b_out *= (b_read * R.read_scale)[None, :]
-                    if LOG == 2 or PAIRS:
-                        b_far = tl.sum(tl.trans(b_own) * b_out, axis=0)
-                    if PAIRS:
-                        b_near = pairs_around(tl.trans(b_scores), b_own, b_value, CHUNK, R)
-                    b_state *= tl.exp2(hi_plus_lo(hi, lo, R))
-                    b_weighted = stored_values(b_value * (b_update * R.update_scale)[:, None], b_value, R)
-                else:
-                    b_scores = weighted_scores(b_scores, 0.0, 0.0, CHUNK, R, not R.back)
-                    b_out *= R.read_scale
-                    b_weighted = b_value.to(tl.float32) * R.update_scale
-                    if R.value_scale_heads > 0:
-                        b_weighted *= b_scale[:, None]
-                    b_weighted = stored_values(b_weighted, b_value, R)
-                if R.value_scale_heads > 0:
-                    b_scores *= b_scale[:, None]
-                b_out += dot(tl.trans(b_value), b_scores, R)
-                b_out = tl.trans(b_out)
-                b_state = add_to_state(b_state, tl.trans(b_weighted), b_key, R)
+                b_out, b_state, b_far, b_near = transposed_chunk(
+                    b_state, b_query, b_key, b_value, b_scale, b_own, logs, CHUNK, FAR, PAIRS, R
+                )
+            elif R.decay == "scalar":
+                b_scores, b_out = chunk_products(b_state, b_query, b_key, R)
+                b_out, b_state, b_far, b_near = scalar_decay_chunk(
+                    b_state, b_scores, b_out, b_key, b_value, b_scale, b_own, logs, CHUNK, FAR, PAIRS, R
+                )
             else:
-                b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=R.precision)
-                b_out = dot(b_query, b_state, R)
-                if R.decay == "scalar":
-                    b_read, b_update = edge_decays(b_hi, b_lo, hi, lo, R)
-                    b_scores = weighted_scores(b_scores, b_hi, b_lo, CHUNK, R, R.back)
-                    if R.value_scale_heads > 0:
-                        b_update *= b_scale
-                        b_scores *= b_scale[None, :]
-                    b_out *= (b_read * R.read_scale)[:, None]
-                    if LOG == 2 or PAIRS:
-                        b_far = tl.sum(b_own * b_out, axis=1)  # [CHUNK]
-                    if PAIRS:
-                        b_near = pairs_around(b_scores, b_own, b_value, CHUNK, R)
-                    b_out += dot(b_scores, b_value, R)
-                    b_state *= tl.exp2(hi_plus_lo(hi, lo, R))
-                    b_weighted = stored_values(b_value * (b_update * R.update_scale)[:, None], b_value, R)
-                elif R.decay == "value":
-                    b_log = log_tile(p_gk, i_token, i_head, i_column, rows, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
-                    b_scores *= R.scale
-                    b_weighted = load_tile(
-                        p_update, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
-                    )
-                    b_total = totals_of(p_totals, o_sums + i_position, i_column, rows, CHUNK, R.channels, BLOCK_V)
-                    if R.back:
-                        b_read = suffix_decays(b_log, CHUNK, R)
-                    else:
-                        b_read = prefix_decays(b_log, CHUNK, R)
-                    b_out *= b_read * R.read_scale
-                    b_far = b_own * b_out
-                    b_out, b_near = add_pairs(b_out, b_scores, b_value, b_own, b_log, CHUNK, LEVELS, R)
-                    b_state *= tl.exp2(b_total)[None, :]
-                else:
-                    if R.read_scale != 1.0:
-                        b_out *= R.read_scale
-                    b_scores = weighted_scores(b_scores, 0.0, 0.0, CHUNK, R, R.back)
-                    b_weighted = b_value
-                    if R.value_scale_heads > 0:
-                        b_scores *= b_scale[None, :]
-                        b_weighted = stored_values(b_value * b_scale[:, None], b_value, R)
-                    b_out += dot(b_scores, b_value, R)
-                    if R.update_scale != 1.0:
-                        b_weighted = (b_value.to(tl.float32) * R.update_scale).to(b_value.dtype)
-                b_state = add_to_state(b_state, tl.trans(b_key), b_weighted, R)
+                b_scores, b_out = chunk_products(b_state, b_query, b_key, R)
+                b_out, b_state = undecayed_chunk(b_state, b_scores, b_out, b_key, b_value, b_scale, CHUNK, R)
 
             if R.skip_heads > 0:
                 b_out += b_value * skip
@@ -342,42 +461,30 @@ def fused_chunk_kernel(
                 earlier = tl.where(i_member > 0, stored, 0)
                 b_sum_out += load_tile(p_out, i_token, i_head, i_column, earlier, PARTS, R.channels, BLOCK_V, CHUNK, False, R)
             store_tile(p_out, b_sum_out, i_token, i_head, i_column, stored, PARTS, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
-            if LOG > 0:
-                if R.decay == "scalar":
-                    if PAIRS:
-                        b_log = tl.cumsum(b_far, axis=0, reverse=True) + b_near
-                    elif not R.hi_lo:
-                        b_own = load_tile(
-                            p_own, i_token, i_head, i_column, rows, R.own_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
-                        )
-                        b_log = tl.sum(b_own * b_out, axis=1)  # [CHUNK]
-                    p_row = row_of(p_log, i_block * tokens + i_token, i_head, R.heads, CHUNK, R)
-                    if LOG == 2:
-                        p_other = row_of(p_partner, i_block * tokens + i_token, i_head, R.heads, CHUNK, R)
-                        b_other = tl.load(p_other, mask=o_row < rows, other=0.0)
-                        if R.hi_lo:
-                            b_log = b_other
-                        else:
-                            b_log = tl.cumsum(b_other - (b_log - b_far), axis=0, reverse=True)
-                        b_log += tl.cumsum(b_far, axis=0) - b_far
-                        b_log += tl.exp2(hi_plus_lo(hi, lo, R)) * tl.sum(b_around, axis=0)
-                        b_log = tl.where(o_row < rows, b_log, 0.0)
-                    tl.store(p_row, b_log, mask=o_row < stored)
-                else:
-                    if LOG == 2:
-                        b_other = load_tile(
-                            p_partner, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
-                        )
-                        b_later = tl.where(o_row[:, None] <= o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
-                        b_before = tl.where(o_row[:, None] > o_row[None, :], 1.0, 0.0).to(tl.bfloat16)
-                        b_log = select_sums(b_later, b_other - b_near, False) + select_sums(b_before, b_far, False)
-                        b_log += (tl.exp2(b_total) * b_around)[None, :]
-                        b_log = tl.where((o_row < rows)[:, None], b_log, 0.0)
-                    else:
-                        b_log = b_far + b_near
-                    store_tile(
-                        p_log, b_log, i_token, i_head, i_column, stored, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
+
+            if LOGS != "none" and R.decay == "scalar":
+                b_log = None
+                if PAIRS:
+                    b_log = tl.cumsum(b_far, axis=0, reverse=True) + b_near
+                elif not R.hi_lo:
+                    b_own = load_tile(
+                        p_own, i_token, i_head, i_column, rows, R.own_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
                     )
+                    b_log = tl.sum(b_own * b_out, axis=1)  # [CHUNK]
+                p_row = row_of(p_log, i_block * tokens + i_token, i_head, R.heads, CHUNK, R)
+                if LOGS == "second":
+                    p_other = row_of(p_partner, i_block * tokens + i_token, i_head, R.heads, CHUNK, R)
+                    b_log = scalar_log_gradients(b_log, p_other, b_far, b_around, logs, o_row, rows, R)
+                tl.store(p_row, b_log, mask=o_row < stored)
+            elif LOGS != "none":
+                if LOGS == "second":
+                    b_other = load_tile(
+                        p_partner, i_token, i_head, i_column, rows, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R
+                    )
+                    b_log = channel_log_gradients(b_other, b_far, b_near, b_around, b_total, o_row, rows)
+                else:
+                    b_log = b_far + b_near
+                store_tile(p_log, b_log, i_token, i_head, i_column, stored, R.heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
         if LAST:
             if TRANSPOSED:
                 b_state = tl.trans(b_state)

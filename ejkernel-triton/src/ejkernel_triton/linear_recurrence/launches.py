@@ -130,7 +130,7 @@ def recurrence_outputs(
     blocks, programs = value_blocks(params, config), problem.heads // members
     chunks = segments.number * (segments.size // config.chunk_size)
     log_shape = (1,) if logs is None else (blocks, *shape[:3]) if params.decay == "scalar" else shape
-    gradient = 0 if logs is None else 1 if logs.partner is None else 2
+    gradient = "none" if logs is None else "first" if logs.partner is None else "second"
     query = arrays[0]
     optional = (update, before, *(logs or LogGradients(None)))
     return call_kernel(
@@ -144,14 +144,17 @@ def recurrence_outputs(
             ((*shape[:2], programs, params.channels), dtype),
             (problem.final_shape if last else (1,), jnp.float32),
             (log_shape, jnp.float32),
-            ((problem.batch, chunks, problem.heads, *problem.state_shape) if gradient == 1 else (1,), _stored_dtype(problem)),
+            (
+                (problem.batch, chunks, problem.heads, *problem.state_shape) if gradient == "first" else (1,),
+                _stored_dtype(problem),
+            ),
         ),
         grid=problem.batch * segments.number * programs * blocks,
         LEVELS=score_levels(config),
         BEFORE=before is not None,
         LAST=last,
         TRANSPOSED=transposes_tiles(params, config),
-        LOG=gradient,
+        LOGS=gradient,
         MEMBERS=members,
         **recurrence_constants(problem, params, segments),
     )

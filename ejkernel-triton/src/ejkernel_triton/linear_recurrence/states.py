@@ -13,11 +13,13 @@ from ejkernel_triton.linear_recurrence.tiles import (
     load_scales,
     load_tile,
     log2_decays,
+    position_of,
     scalar_logs,
     segment_of,
     split_hi_lo,
     state_of,
     stored_values,
+    token_at,
     totals_of,
 )
 
@@ -124,15 +126,9 @@ def segment_states_kernel(
     else:
         b_total = 0.0
     for i_step in range(chunks):
-        if R.back:
-            i_position = (chunks - 1 - i_step) * CHUNK
-        else:
-            i_position = i_step * CHUNK
+        i_position = position_of(i_step, chunks, CHUNK, R)
         rows = count - i_position
-        if R.reverse:
-            i_token = i_first - i_position
-        else:
-            i_token = i_first + i_position
+        i_token = token_at(i_first, i_position, R)
         b_key = load_tile(p_key, i_token, i_head, 0, rows, R.key_heads, R.width, BLOCK_K, CHUNK, FULL_CHUNKS, R)
         b_value = load_tile(p_value, i_token, i_head, i_column, rows, R.value_heads, R.channels, BLOCK_V, CHUNK, FULL_CHUNKS, R)
         if R.value_scale_heads > 0:

@@ -54,6 +54,26 @@ def segment_of(
 
 
 @triton.jit
+def position_of(i_step, chunks, CHUNK: tl.constexpr, R: tl.constexpr):
+    """A chunk's first token in its segment, in time order; recurrences that run backward in time take the last chunk first."""
+    if R.back:
+        i_position = (chunks - 1 - i_step) * CHUNK
+    else:
+        i_position = i_step * CHUNK
+    return i_position
+
+
+@triton.jit
+def token_at(i_first, i_position, R: tl.constexpr):
+    """The token at a position of a segment whose first one is i_first."""
+    if R.reverse:
+        i_token = i_first - i_position
+    else:
+        i_token = i_first + i_position
+    return i_token
+
+
+@triton.jit
 def tile_of(
     p,
     i_token,

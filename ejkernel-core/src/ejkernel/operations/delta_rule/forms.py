@@ -180,8 +180,20 @@ def ragged(
     return Bound(bound.call, bound.inputs, finish)
 
 
-def by_removal(*, r: Any, w: Any, k: Any, v: Any, kk: Any, a: Any, **rest: Any) -> Bound:
+def by_vectors(*, query: Any, decay: Any, key: Any, value: Any, a: Any, b: Any, **rest: Any) -> Bound:
+    """Canonicalise RWKV-7, whose a and b are not optional."""
+    arrays = {"query": query, "decay": decay, "key": key, "value": value, "a": a, "b": b}
+    for name, array in arrays.items():
+        check_array(name, array, ndim=4)
+    return OPERATION.canonicalise(**arrays, **rest)
+
+
+def by_removal(*, query: Any, decay: Any, key: Any, value: Any, kk: Any, a: Any, **rest: Any) -> Bound:
     """Canonicalise RWKV-7 with `a = kk * a` and `b = -kk`; the product is not rounded to a type of two bytes."""
+    arrays = {"query": query, "decay": decay, "key": key, "value": value}
+    for name, array in {**arrays, "kk": kk, "a": a}.items():
+        check_compute(name, array, ndim=4)
+    check_shape("a", a, tuple(kk.shape), "[B,T,H,D] as kk")
     bounds = rest.get("cu_seqlens")
     if bounds is not None and getattr(bounds, "ndim", 0) == 1 and bounds.shape[0]:
         # What stands after the last sequence may be NaN, and 0 * NaN would be in the gradient of this product.
@@ -189,4 +201,4 @@ def by_removal(*, r: Any, w: Any, k: Any, v: Any, kk: Any, a: Any, **rest: Any) 
         kk, a = jnp.where(used, kk, 0), jnp.where(used, a, 0)
     wide = accumulator(kk.dtype)
     write = kk.astype(wide) * a.astype(wide)
-    return OPERATION.canonicalise(query=r, key=k, value=v, decay=w, a=write, b=-kk, **rest)
+    return OPERATION.canonicalise(**arrays, a=write, b=-kk, **rest)
