@@ -70,8 +70,8 @@ def test_peer(operation, case, peer):
 @pytest.mark.parametrize(
     ("operation", "case", "peer", "reason"),
     [
-        ("flash_attention", "sinks", "jax.nn", "does not do sinks"),
-        ("flash_attention", "soft-cap", "jax.nn", "does not do soft_cap"),
+        ("flash_attention", "sinks", "jax.nn", "does not do softmax_aux"),
+        ("flash_attention", "soft-cap", "jax.nn", "does not do logits_soft_cap"),
         ("flash_attention", "bottom-right", "jax.nn", "does not do query_offset"),
         ("flash_attention", "causal", "jax.nn cudnn", "cuDNN takes bfloat16 and float16"),
         ("grouped_matmul", "existing-out", "lax.ragged_dot", "does not do existing_out"),

@@ -169,7 +169,7 @@ def test_concrete_lengths_are_checked_before_anything_runs():
 
 def test_defaults():
     call = call_of()
-    assert call.scale == pytest.approx(8**-0.5, rel=1e-15)
+    assert call.softmax_scale == pytest.approx(8**-0.5, rel=1e-15)
     assert call.window is None
     assert call.precision is None
     assert (call.logits_dtype, call.normalize_output, call.return_lse, call.dropout_rate) == ("float32", True, False, 0.0)
@@ -191,13 +191,13 @@ def test_precision_names(given, canonical):
 
 @pytest.mark.parametrize(("shape", "canonical"), [((2,), (1, 2, 1)), ((2, 3), (1, 2, 3)), ((1, 3), (1, 2, 3)), ((2, 0), None)])
 def test_sinks_shapes(shape, canonical):
-    sinks = OPERATION.canonicalise(**arrays(), softmax_aux=zeros(*shape)).inputs.sinks
+    sinks = OPERATION.canonicalise(**arrays(), softmax_aux=zeros(*shape)).inputs.softmax_aux
     assert (sinks is None) if canonical is None else sinks.shape == canonical
 
 
 def test_shared_sinks_reach_every_head():
     given = np.array([[1.0, 2.0]], np.float32)
-    sinks = OPERATION.canonicalise(**arrays(), softmax_aux=given).inputs.sinks
+    sinks = OPERATION.canonicalise(**arrays(), softmax_aux=given).inputs.softmax_aux
     np.testing.assert_array_equal(sinks, [[[1, 2], [1, 2]]])
 
 

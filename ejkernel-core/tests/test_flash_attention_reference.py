@@ -110,7 +110,7 @@ def unnormalised_factor(call, inputs):
 
 def test_unnormalised_output_is_the_sum_of_exponentials_below_the_largest_logit():
     call, inputs = problem("unnormalised")
-    logits = call.scale * np.einsum("bthd,bshd->bths", inputs.query, inputs.key)
+    logits = call.softmax_scale * np.einsum("bthd,bshd->bths", inputs.query, inputs.key)
     expected = np.einsum("bths,bshv->bthv", np.exp(logits - logits.max(-1, keepdims=True)), inputs.value)
     np.testing.assert_allclose(reference.forward(call, inputs).out, expected, rtol=1e-12)
 

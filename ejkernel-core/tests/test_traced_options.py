@@ -120,7 +120,7 @@ def test_a_traced_window_of_dense_attention_is_a_mask_and_no_static_window():
         given = {"sliding_window": (window, None), "chunk_size": chunk, "softmax_scale": scale}
         bound = OPERATION.canonicalise(Q, Q, Q, causal=True, **given)
         assert (bound.call.window, bound.call.chunk_size) == (None, None)
-        assert bound.call.scale == pytest.approx(8**-0.5)
+        assert bound.call.softmax_scale == pytest.approx(8**-0.5)
         return bound.inputs.mask, bound.inputs.query
 
     mask, query = jax.jit(program)(1, 3, 2 * 8**-0.5)

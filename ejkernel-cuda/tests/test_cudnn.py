@@ -54,7 +54,7 @@ def call_of(queries=64, keys=None, heads=4, key_heads=2, size=64, value_size=Non
         query=ArraySpec((batch, queries, heads, size), dtype),
         key=ArraySpec((batch, keys, key_heads, size), dtype),
         value=ArraySpec((batch, keys, key_heads, value_size or size), dtype),
-        **{"scale": 0.125, **options},
+        **{"softmax_scale": 0.125, **options},
     )
 
 
@@ -341,15 +341,15 @@ def test_bands(queries, keys):
         ({"query_segments": ArraySpec((1, 64), "int32")}, "query_segments: segments and lengths are not passed to cuDNN"),
         ({"query_positions": ArraySpec((1, 64), "int32")}, "query_positions: cuDNN counts positions itself"),
         ({"key_positions": ArraySpec((1, 64), "int32")}, "key_positions: cuDNN counts positions itself"),
-        ({"sinks": ArraySpec((1, 4, 1), "float32")}, "sinks: "),
+        ({"softmax_aux": ArraySpec((1, 4, 1), "float32")}, "softmax_aux: "),
         ({"chunk_size": 16}, "chunk_size: cuDNN has no chunks"),
         ({"causal": True, "prefix": 3}, "prefix: cuDNN has no prefix"),
-        ({"soft_cap": 30.0}, "soft_cap: "),
+        ({"logits_soft_cap": 30.0}, "logits_soft_cap: "),
         ({"dropout_rate": 0.1}, "dropout_prob is 0.1"),
         ({"normalize_output": False}, "normalize_output=False"),
         ({"logits_dtype": "bfloat16"}, "logits_dtype is bfloat16"),
-        ({"scale": -0.5}, "softmax_scale is -0.5, cuDNN needs one above 0"),
-        ({"scale": 0.0}, "softmax_scale is 0.0"),
+        ({"softmax_scale": -0.5}, "softmax_scale is -0.5, cuDNN needs one above 0"),
+        ({"softmax_scale": 0.0}, "softmax_scale is 0.0"),
         ({"queries": 0, "keys": 4}, "empty array"),
         ({"keys": 0}, "empty array"),
         ({"batch": 0}, "empty array"),

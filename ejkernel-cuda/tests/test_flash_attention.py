@@ -117,7 +117,7 @@ def problem(queries=256, keys=None, heads=4, key_heads=2, size=128, value_size=N
 NOT_ACCEPTED = [
     ({"bias": np.zeros((1, 1, 256, 256), np.float32)}, {"bias"}),
     ({"mask": np.ones((1, 1, 256, 256), bool)}, {"mask"}),
-    ({"softmax_aux": np.zeros(4, np.float32)}, {"sinks"}),
+    ({"softmax_aux": np.zeros(4, np.float32)}, {"softmax_aux"}),
     (
         {"query_segments": np.zeros((1, 256), np.int32), "key_segments": np.zeros((1, 256), np.int32)},
         {"query_segments", "key_segments"},

@@ -358,10 +358,10 @@ def test_pages_that_are_not_in_the_cache_are_not_seen():
 def test_extreme_logits():
     made = problem(((1, 200), (1, 70)), page_size=16, softmax_scale=3000.0)
     check(made.call, made.inputs, config.PagedAttentionConfig(2, 5))
-    capped = dataclasses.replace(made.call, soft_cap=30.0)
+    capped = dataclasses.replace(made.call, logits_soft_cap=30.0)
     check(capped, made.inputs, config.PagedAttentionConfig(2, 5))
     for scale in (0.0, -2.0):
-        check(dataclasses.replace(made.call, scale=scale), made.inputs, config.PagedAttentionConfig(2, 5))
+        check(dataclasses.replace(made.call, softmax_scale=scale), made.inputs, config.PagedAttentionConfig(2, 5))
 
 
 def test_a_visible_nan_shows_in_its_head_alone():
@@ -404,7 +404,7 @@ def test_nonfinite_query_with_one_byte_pages():
     query = np.asarray(made.inputs.query, np.float32) * 2.0**60
     query[0, 0, 1, 3], query[0, 1, 2, 5] = np.inf, np.nan
     inputs = made.inputs._replace(query=jnp.asarray(query, jnp.bfloat16))
-    call = dataclasses.replace(made.call, scale=2.0**-60)
+    call = dataclasses.replace(made.call, softmax_scale=2.0**-60)
     found = np.isnan(np.asarray(kernel.forward(call, inputs, config.PagedAttentionConfig(2, 5)).out, np.float32))
     np.testing.assert_array_equal(found.all(-1)[0], [[False, True, False, False], [False, False, True, False]])
     np.testing.assert_array_equal(found.any(-1), found.all(-1))
@@ -433,7 +433,7 @@ def test_batch_members_have_their_own_requests():
         query=jnp.concatenate([inputs.query, inputs.query[:, ::-1]]),
         key_pages=jnp.concatenate([inputs.key_pages, inputs.key_pages[:, ::-1]]),
         kv_lens=jnp.stack([inputs.kv_lens[0], inputs.kv_lens[0] - 3]),
-        sinks=jnp.concatenate([inputs.sinks, inputs.sinks + 1]),
+        softmax_aux=jnp.concatenate([inputs.softmax_aux, inputs.softmax_aux + 1]),
         key_scale=jnp.concatenate([inputs.key_scale, 2 * inputs.key_scale]),
     )
     # Reversed pages need reversed tables.

@@ -34,7 +34,7 @@ def attention(queries, keys, heads, key_heads, size, value_size, dtype, **option
     shapes = {"query": (1, queries, heads, size), "key": (1, keys, key_heads, size), "value": (1, keys, key_heads, value_size)}
     bias = ArraySpec((1, 1, queries, keys), dtype) if options.pop("bias", False) else None
     specs = {name: ArraySpec(shape, dtype) for name, shape in shapes.items()}
-    return FlashAttentionCall(**specs, bias=bias, scale=0.1, save_residuals=True, **options)
+    return FlashAttentionCall(**specs, bias=bias, softmax_scale=0.1, save_residuals=True, **options)
 
 
 def arrays_of(call, names):
@@ -72,7 +72,7 @@ def calls(draw):
         draw(sizes),
         draw(st.sampled_from(["bfloat16", "float32"])),
         causal=draw(st.booleans()),
-        soft_cap=draw(st.sampled_from([None, 30.0])),
+        logits_soft_cap=draw(st.sampled_from([None, 30.0])),
         bias=draw(st.booleans()),
     )
 

@@ -22,7 +22,7 @@ V6E = Target("tpu", "TPU v6 lite")
 FORWARD = config.ForwardConfig(128, 256, 128)
 BACKWARD = config.BackwardConfig(256, 128, 128, 256)
 BATCH, QUERIES, KEYS, HEADS, KEY_HEADS, SIZE, VALUE_SIZE = 2, 200, 300, 2, 1, 16, 24
-FIELDS = ("query", "key", "value", "bias", "sinks")
+FIELDS = ("query", "key", "value", "bias", "softmax_aux")
 
 
 def segments(length):

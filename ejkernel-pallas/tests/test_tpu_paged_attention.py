@@ -245,7 +245,7 @@ def a_call(tokens=64, requests=64, width=256, *, page_size=16, heads=32, key_hea
         "query_start_loc": ArraySpec((1, requests + 1), "int32"),
         "kv_lens": ArraySpec((1, requests), "int32"),
         "block_tables": ArraySpec((1, requests, width), "int32"),
-        "scale": 0.1,
+        "softmax_scale": 0.1,
     }
     return PagedAttentionCall(**{**specs, **changes})
 
@@ -257,7 +257,7 @@ def test_supports_refuses_with_numbers():
     assert ask() is None
     assert "needs a TPU" in ask(target=Target("gpu", ""))
     assert "query is float16, needs float32 or bfloat16" in ask(dtype="float16")
-    assert "sinks is float16" in ask(sinks=ArraySpec((1, 32, 1), "float16"))
+    assert "softmax_aux is float16" in ask(softmax_aux=ArraySpec((1, 32, 1), "float16"))
     assert "numbers, at most 229376 fit into SMEM" in ask(requests=256, width=1024)
     assert "bytes of VMEM, above 16777216" in ask(target=Target("tpu", "TPU v4"), page_size=4096)
     assert ask(qq_bias=ArraySpec((1, 1, 64, 64), "float32"), tokens=4096) is None

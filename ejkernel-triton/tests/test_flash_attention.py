@@ -346,7 +346,7 @@ def test_supports_refuses_with_numbers():
     assert "640 is above 512" in ask(H200, value=ArraySpec((1, 64, 2, 640), "bfloat16"))
     assert str(2**28) in ask(H200, query=ArraySpec((1, 2**28, 4, 64), "bfloat16"))
     assert str(2**30) in ask(H200, query_offset=2**30)
-    assert "2048 sinks" in ask(H200, sinks=ArraySpec((1, 4, 2048), "bfloat16"))
+    assert "2048 sinks" in ask(H200, softmax_aux=ArraySpec((1, 4, 2048), "bfloat16"))
     assert "programs" in ask(H200, query=ArraySpec((2**16, 2**20, 4, 64), "bfloat16"))
     bias = ArraySpec((1, 8, 2**18, 2**18), "bfloat16")
     assert str(2**31) in ask(H200, capability.supports_backward, bias=bias)

@@ -142,7 +142,7 @@ def test_visits_of_tiles(interpreted):
     blocks = np.array([[[[0, -1], [-1, -1]], [[0, -1], [0, -1]], [[1, 0], [-1, 1]]]], np.int32)
     spec = ArraySpec((1, 3, 2, 4), "float32")
     call = NativeSparseAttentionCall(
-        query=spec, key=spec, value=spec, block_indices=ArraySpec.of(blocks), block_size=2, scale=1.0
+        query=spec, key=spec, value=spec, block_indices=ArraySpec.of(blocks), block_size=2, softmax_scale=1.0
     )
     found = visits.visits_of(call, NativeSparseAttentionInputs(None, None, None, jnp.asarray(blocks), None), 2, 2)
     assert visits.max_chunks(call, 2, 2) == found.tiles.shape[1] == 5
@@ -159,7 +159,7 @@ def call_of(length=32768, heads=64, key_heads=4, size=128, slots=16, block_size=
     query, key = ArraySpec((batch, length, heads, size), dtype), ArraySpec((batch, length, key_heads, size), dtype)
     lists = ArraySpec((batch, length, key_heads, slots), "int32")
     return NativeSparseAttentionCall(
-        query=query, key=key, value=key, block_indices=lists, block_size=block_size, scale=0.1, save_residuals=True
+        query=query, key=key, value=key, block_indices=lists, block_size=block_size, softmax_scale=0.1, save_residuals=True
     )
 
 

@@ -299,7 +299,7 @@ class TestTransforms:
             return jnp.sum(jnp.sin(forward(call, inputs._replace(query=query), config).out))
 
         def dense(query: Any) -> Any:
-            logits = 2.0 * jnp.tanh(jnp.einsum("bthd,bshd->bhts", query, inputs.key) * call.scale / 2.0)
+            logits = 2.0 * jnp.tanh(jnp.einsum("bthd,bshd->bhts", query, inputs.key) * call.softmax_scale / 2.0)
             seen = (jnp.arange(5)[:, None] >= jnp.arange(4)[None]) & (jnp.arange(4) < 3)[None] & (jnp.arange(5)[:, None] < 4)
             weights = jnp.where(seen, jnp.exp(logits), 0)
             weights = weights / jnp.maximum(jnp.sum(weights, -1, keepdims=True), 1e-30)

@@ -117,7 +117,7 @@ class Paged:
             keys = x.pages[0][x.block_tables[0]].reshape(self.requests, -1, LATENT + ROTARY)[:, : self.keys]
             keys = keys.astype(jnp.bfloat16)
             query = jnp.concatenate([x.query_nope[0], x.query_pe[0]], -1).reshape(*shape, -1)
-            logits = jnp.einsum("rthc,rkc->rthk", query, keys, preferred_element_type=jnp.float32) * call.scale
+            logits = jnp.einsum("rthc,rkc->rthk", query, keys, preferred_element_type=jnp.float32) * call.softmax_scale
             if x.key_scale is not None:
                 logits = logits * x.key_scale[0, 0]
             hidden = jnp.arange(self.keys)[None, :] > self.keys - self.tokens + jnp.arange(self.tokens)[:, None]
@@ -181,7 +181,7 @@ class Sparse:
             def some(arrays: Any) -> Any:
                 query, chosen, member = arrays
                 found = x.key_value[member][jnp.maximum(chosen, 0)]
-                logits = jnp.einsum("hc,kc->hk", query, found, preferred_element_type=jnp.float32) * call.scale
+                logits = jnp.einsum("hc,kc->hk", query, found, preferred_element_type=jnp.float32) * call.softmax_scale
                 weights = jax.nn.softmax(jnp.where(chosen[None] >= 0, logits, -1e30), -1).astype(query.dtype)
                 weights = jnp.where(chosen[None] >= 0, weights, 0)
                 return jnp.einsum("hk,kv->hv", weights, found[:, :LATENT], preferred_element_type=jnp.float32).astype(

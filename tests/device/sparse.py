@@ -202,7 +202,7 @@ def plain(problem: Problem) -> dict[str, Any]:
         own = jnp.arange(shape.length) // shape.block_size
         seen = jnp.any(blocks[:, :, None] == jnp.arange(-(-shape.length // shape.block_size)), axis=1)[:, own]
         seen &= jnp.arange(shape.length)[None] <= jnp.arange(shape.length)[:, None]
-        logits = jnp.einsum("td,jd->tj", query, key, preferred_element_type=jnp.float32) * call.scale
+        logits = jnp.einsum("td,jd->tj", query, key, preferred_element_type=jnp.float32) * call.softmax_scale
         weights = jax.nn.softmax(jnp.where(seen, logits, -1e30), axis=-1).astype(value.dtype)
         return weights @ value
 
@@ -241,7 +241,7 @@ def fla(problem: Problem) -> dict[str, Any]:
     def forward() -> Any:
         return parallel_nsa(
             query, key, value, g_slc=gate, block_indices=blocks, block_counts=shape.slots, block_size=shape.block_size,
-            scale=problem.call.scale,
+            scale=problem.call.softmax_scale,
         )  # fmt: skip
 
     def both() -> Any:

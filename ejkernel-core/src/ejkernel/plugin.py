@@ -110,6 +110,7 @@ class Implementation:
             in which a field of a later revision is not at its default, so that a new field is never ignored; `supports` need not
             know of it.
         without: optional fields of that revision (those that have a default) that the code does not honour, refused likewise.
+            Former names do as well.
         accepts: in place of `contract` and `without`, all optional fields that the code honours.
         lowered_from: `() -> str | None`: everything else that decides what the code is lowered to (versions of its compiler,
             settings, sources outside of the package of `target`), after registering its custom calls. Core then keeps the lowered

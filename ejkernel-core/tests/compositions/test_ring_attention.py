@@ -383,7 +383,7 @@ def test_the_inner_step_is_whatever_platform_is_asked_for(acme):
     assert_same(got, pulled(local(causal=True), given))
     for calls in acme.values():
         # The diagonal block keeps its causal mask; those that came from before it need none, and no call sees the sinks.
-        assert {(call.causal, call.sinks, call.key.shape[1]) for call in calls} == {(True, None, 8), (False, None, 8)}
+        assert {(call.causal, call.softmax_aux, call.key.shape[1]) for call in calls} == {(True, None, 8), (False, None, 8)}
     assert all(call.save_residuals for call in acme["backward"])
 
 

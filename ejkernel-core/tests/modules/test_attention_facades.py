@@ -62,7 +62,7 @@ def test_flash_attention_output_lse_and_gradients():
     np.testing.assert_allclose(out, outputs.out, **CLOSE)
     np.testing.assert_allclose(lse, outputs.lse, **CLOSE)
     got = pull((jnp.asarray(grad), jnp.zeros_like(lse)))
-    wanted = (gradients.query, gradients.key, gradients.value, gradients.bias, gradients.sinks[0])
+    wanted = (gradients.query, gradients.key, gradients.value, gradients.bias, gradients.softmax_aux[0])
     for name, one, other in zip(("query", "key", "value", "bias", "softmax_aux"), got, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-5, err_msg=name)
 

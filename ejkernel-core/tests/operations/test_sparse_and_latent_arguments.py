@@ -62,7 +62,7 @@ def test_a_predicate_gets_positions_that_nothing_else_needs():
 def test_the_dense_problem_keeps_everything_but_lists_and_predicate():
     bound = block_sparse(**LISTS, mask_builder=rule, causal=True, sliding_window=(3, None), logits_soft_cap=2.0)
     call, inputs = as_flash_attention(bound.call, bound.inputs)
-    assert (call.causal, call.window, call.soft_cap, call.scale) == (True, (3, None), 2.0, 0.5)
+    assert (call.causal, call.window, call.logits_soft_cap, call.softmax_scale) == (True, (3, None), 2.0, 0.5)
     assert inputs.query is bound.inputs.query and call.dropout_rate == 0.0
 
 
@@ -108,5 +108,5 @@ def test_latent_refuses(change, message):
 
 def test_latent_defaults():
     call = latent(sliding_window=(3, 0)).call
-    assert (call.pe_offset, call.scale, call.window) == (6, 10**-0.5, 4)
+    assert (call.pe_offset, call.softmax_scale, call.window) == (6, 10**-0.5, 4)
     assert latent(k_scale=0.5).inputs.key_scale.tolist() == [[0.5]]

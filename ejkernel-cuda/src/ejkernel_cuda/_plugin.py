@@ -11,7 +11,17 @@ _VERSIONS = {"flash_attention": 2, "paged_attention": 2, "paged_cache_update": 2
 """Versions of operations whose stored timings a change has made meaningless."""
 
 _MASKS = ("causal", "query_offset", "window")
-_PREFILL = ("value_pages", "sinks", "layout", "key_heads", "causal", "window", "soft_cap", "precision", "return_lse")
+_PREFILL = (
+    "value_pages",
+    "softmax_aux",
+    "layout",
+    "key_heads",
+    "causal",
+    "window",
+    "logits_soft_cap",
+    "precision",
+    "return_lse",
+)
 
 
 def _implementation(operation: str, phase: Phase) -> Implementation:
@@ -25,7 +35,7 @@ def _implementation(operation: str, phase: Phase) -> Implementation:
         supports=f"{package}.capability:supports_{phase}",
         configs=f"{package}.config:{phase.upper()}",
         version=_VERSIONS.get(operation, 1),
-        accepts=(*_MASKS, "prefix", "soft_cap", "precision", "return_lse") if operation == "flash_attention" else None,
+        accepts=(*_MASKS, "prefix", "logits_soft_cap", "precision", "return_lse") if operation == "flash_attention" else None,
     )
 
 

@@ -266,7 +266,7 @@ class Run:
         inputs = self.inputs._replace(query=query, key=key, value=value)
         names = ("query_segments", "key_segments")
         given = {name: getattr(inputs, name) for name in names if getattr(inputs, name) is not None}
-        sinks = None if inputs.sinks is None else inputs.sinks[0]
+        sinks = None if inputs.softmax_aux is None else inputs.softmax_aux[0]
         return ejkernel.flash_attention(
             query,
             key,

@@ -21,7 +21,7 @@ def window_of(call: Any) -> tuple[int, int] | None:
 
 
 def _attention(call: Any, inputs: Any, implementation: Any) -> Function | str:
-    known = ["query", "key", "value", "bias", "mask", "scale", "causal", "window"]
+    known = ["query", "key", "value", "bias", "mask", "softmax_scale", "causal", "window"]
     reason = beyond(call, *known[:3], *known[5:]) if implementation == "cudnn" else beyond(call, *known)
     if reason:
         return reason
@@ -35,7 +35,7 @@ def _attention(call: Any, inputs: Any, implementation: Any) -> Function | str:
             inputs.value,
             bias=inputs.bias,
             mask=inputs.mask,
-            scale=call.scale,
+            scale=call.softmax_scale,
             is_causal=call.causal,
             local_window_size=window_of(call),
             implementation=implementation,

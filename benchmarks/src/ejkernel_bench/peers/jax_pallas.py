@@ -13,7 +13,7 @@ from ejkernel_bench.peers._peer import Builder, Peer, beyond
 
 
 def _attention(call: Any, inputs: Any) -> Function | str:
-    reason = beyond(call, "query", "key", "value", "scale", "causal", "query_segments", "key_segments")
+    reason = beyond(call, "query", "key", "value", "softmax_scale", "causal", "query_segments", "key_segments")
     if reason:
         return reason
     if call.query.shape[2] != call.key.shape[2] or call.query.shape[3] != call.value.shape[3]:
@@ -26,7 +26,7 @@ def _attention(call: Any, inputs: Any) -> Function | str:
         segments = inputs.query_segments
         if segments is not None:
             segments = jnp.broadcast_to(segments, inputs.query.shape[:2])
-        return {"out": mha(inputs.query, inputs.key, inputs.value, segments, call.scale, call.causal)}
+        return {"out": mha(inputs.query, inputs.key, inputs.value, segments, call.softmax_scale, call.causal)}
 
     return attention
 

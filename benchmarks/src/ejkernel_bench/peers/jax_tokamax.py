@@ -12,7 +12,7 @@ from ejkernel_bench.peers.jax_attention import window_of
 
 
 def _attention(call: Any, inputs: Any, implementation: str) -> Function | str:
-    reason = beyond(call, "query", "key", "value", "bias", "mask", "scale", "causal", "window", "soft_cap")
+    reason = beyond(call, "query", "key", "value", "bias", "mask", "softmax_scale", "causal", "window", "logits_soft_cap")
     if reason:
         return reason
     import tokamax
@@ -24,10 +24,10 @@ def _attention(call: Any, inputs: Any, implementation: str) -> Function | str:
             inputs.value,
             bias=inputs.bias,
             mask=inputs.mask,
-            scale=call.scale,
+            scale=call.softmax_scale,
             is_causal=call.causal,
             local_window_size=window_of(call),
-            logits_soft_cap=call.soft_cap,
+            logits_soft_cap=call.logits_soft_cap,
             implementation=implementation,
         )
         return {"out": out}

@@ -14,7 +14,7 @@ from ejkernel_bench.peers.jax_attention import window_of
 
 
 def _sdpa(call: Any, inputs: Any) -> Function | str:
-    reason = beyond(call, "query", "key", "value", "mask", "scale", "causal")
+    reason = beyond(call, "query", "key", "value", "mask", "softmax_scale", "causal")
     if reason:
         return reason
     if call.mask is not None and call.causal:
@@ -26,7 +26,7 @@ def _sdpa(call: Any, inputs: Any) -> Function | str:
     def attention(x: Any) -> Mapping[str, Any]:
         heads_first = (array.transpose(1, 2) for array in (x.query, x.key, x.value))
         out = scaled_dot_product_attention(
-            *heads_first, attn_mask=x.mask, is_causal=call.causal, scale=call.scale, enable_gqa=grouped
+            *heads_first, attn_mask=x.mask, is_causal=call.causal, scale=call.softmax_scale, enable_gqa=grouped
         )
         return {"out": out.transpose(1, 2)}
 
@@ -34,7 +34,7 @@ def _sdpa(call: Any, inputs: Any) -> Function | str:
 
 
 def _flex(call: Any, inputs: Any) -> Built | str:
-    known = ("query", "key", "value", "scale", "causal", "window", "soft_cap", "query_segments", "key_segments")
+    known = ("query", "key", "value", "softmax_scale", "causal", "window", "logits_soft_cap", "query_segments", "key_segments")
     reason = beyond(call, *known)
     if reason:
         return reason
@@ -42,7 +42,7 @@ def _flex(call: Any, inputs: Any) -> Built | str:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def capped(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return call.soft_cap * torch.tanh(score / call.soft_cap)
+        return call.logits_soft_cap * torch.tanh(score / call.logits_soft_cap)
 
     def prepare(x: Any) -> dict[str, Any]:
         mask = _mask(call, x)
@@ -53,11 +53,11 @@ def _flex(call: Any, inputs: Any) -> Built | str:
 
     flex = compiled(flex_attention)
     grouped = call.query.shape[2] != call.key.shape[2]
-    score = None if call.soft_cap is None else capped
+    score = None if call.logits_soft_cap is None else capped
 
     def attention(x: Any) -> Mapping[str, Any]:
         heads_first = (array.transpose(1, 2) for array in (x.query, x.key, x.value))
-        out = flex(*heads_first, score_mod=score, block_mask=x.block_mask, scale=call.scale, enable_gqa=grouped)
+        out = flex(*heads_first, score_mod=score, block_mask=x.block_mask, scale=call.softmax_scale, enable_gqa=grouped)
         return {"out": out.transpose(1, 2)}
 
     return Built(attention, prepare)

@@ -13,7 +13,17 @@ _WORKSPACE = 2**28
 
 
 def _decode(call: Any, inputs: Any) -> Built | str:
-    known = ("query", "key_pages", "value_pages", "query_start_loc", "kv_lens", "block_tables", "layout", "scale", "soft_cap")
+    known = (
+        "query",
+        "key_pages",
+        "value_pages",
+        "query_start_loc",
+        "kv_lens",
+        "block_tables",
+        "layout",
+        "softmax_scale",
+        "logits_soft_cap",
+    )
     reason = beyond(call, *known, "key_scale", "value_scale")
     if reason:
         return reason
@@ -45,10 +55,10 @@ def _decode(call: Any, inputs: Any) -> Built | str:
             call.heads,
             call.query.shape[3],
             page,
-            logits_soft_cap=call.soft_cap,
+            logits_soft_cap=call.logits_soft_cap,
             q_data_type=x.query.dtype,
             kv_data_type=x.key_pages.dtype,
-            sm_scale=call.scale,
+            sm_scale=call.softmax_scale,
         )
         return {"query": x.query, "pages": (x.key_pages[0], x.value_pages[0]), "wrapper": wrapper}
 

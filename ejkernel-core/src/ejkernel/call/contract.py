@@ -14,7 +14,7 @@ import numpy as np
 
 from ejkernel.call.arrays import ArraySpec, has_gradient, named
 from ejkernel.call.random import normal
-from ejkernel.call.records import Bound, Cost
+from ejkernel.call.records import Bound, Cost, keep_former_names
 from ejkernel.plugin import Implementation, Phase
 
 
@@ -28,6 +28,7 @@ class Contract(abc.ABC):
         Outputs: NamedTuple of what forward returns: the public outputs, then residuals (None unless `save_residuals`).
         revisions: how many optional fields `Call` had in the contract's first revision, then the names of those that each later
             one added. An implementation says which revision it was written for, and is given no later field.
+        renamed: former names of fields, which earlier code may use, each with the present one; no new revision.
         differentiable: fields of `Inputs` that have a gradient, when they hold floats of two bytes or more.
         constants: public outputs that count as constants under differentiation, whose cotangents backward ignores.
         shardable: factors along which the operation may be split over devices without communication, except sums of
@@ -43,6 +44,7 @@ class Contract(abc.ABC):
     Inputs: ClassVar[type]
     Outputs: ClassVar[type]
     revisions: ClassVar[tuple[int | tuple[str, ...], ...]]
+    renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
     differentiable: ClassVar[tuple[str, ...]]
     constants: ClassVar[tuple[str, ...]] = ()
     shardable: ClassVar[tuple[str, ...]] = ("b",)
@@ -53,6 +55,8 @@ class Contract(abc.ABC):
         super().__init_subclass__(**options)
         if "Call" in cls.__dict__:
             _check_revisions(cls)
+            for record in (cls.Call, cls.Inputs):
+                keep_former_names(record, cls.renamed)
 
     @functools.cached_property
     def optional_fields(self) -> Mapping[str, int]:
@@ -62,10 +66,12 @@ class Contract(abc.ABC):
 
     def accepts(self, implementation: Implementation, field: str) -> bool:
         """Whether an implementation honours an optional field of the call; one that it was written before, it does not."""
-        if implementation.accepts is not None:
-            return field in implementation.accepts
+        said, former = implementation.accepts, dict(self.renamed)
+        named = {former.get(name, name) for name in (implementation.without if said is None else said)}
+        if said is not None:
+            return field in named
         since = self.optional_fields.get(field)
-        return since is not None and since <= implementation.contract and field not in implementation.without
+        return since is not None and since <= implementation.contract and field not in named
 
     @abc.abstractmethod
     def canonicalise(self, *args: Any, **kwargs: Any) -> Bound:

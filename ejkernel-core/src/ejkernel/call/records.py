@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
@@ -48,3 +49,23 @@ def given_fields(call: Call) -> tuple[str, ...]:
     """The optional fields of a call that are not at their defaults; what core sets for itself is none of them."""
     fields = (field for field in dataclasses.fields(call) if field.default is not dataclasses.MISSING)
     return tuple(f.name for f in fields if f.name != "save_residuals" and getattr(call, f.name) != f.default)
+
+
+def keep_former_names(record: Any, renamed: Iterable[tuple[str, str]]) -> None:
+    """Let the fields of a dataclass or NamedTuple be read and given by their former names, too."""
+    fields = getattr(record, "_fields", None) or record.__dataclass_fields__
+    former = {old: new for old, new in renamed if new in fields and not hasattr(record, old)}
+
+    def by_either(method: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(method)(lambda *args, **given: method(*args, **by_present_names(given, former)))
+
+    for old, new in former.items():
+        setattr(record, old, property(operator.attrgetter(new)))
+    for name in ("__new__", "_replace") if issubclass(record, tuple) else ("__init__",):
+        setattr(record, name, by_either(getattr(record, name)))
+
+
+def by_present_names(given: Mapping[str, Any], renamed: Mapping[str, str]) -> Mapping[str, Any]:
+    """Values by the present names of fields; what is under a former name replaces what is beside it."""
+    former = {new: given[old] for old, new in renamed.items() if old in given}
+    return {**{name: value for name, value in given.items() if name not in renamed}, **former} if former else given

@@ -20,6 +20,7 @@ from typing import Any
 from ejkernel._plugins.records import Candidate
 from ejkernel._version import __version__
 from ejkernel.call.arrays import ArraySpec
+from ejkernel.call.records import by_present_names
 from ejkernel.call.request import Request
 from ejkernel.errors import wrong_type
 from ejkernel.plugin import Phase
@@ -89,6 +90,10 @@ class Key:
     def to_dict(self) -> dict[str, Any]:
         """As JSON values, the call spelled out."""
         return {**dataclasses.asdict(self), "call": json.loads(self.call)}
+
+    def with_present_names(self, renamed: Mapping[str, str]) -> Key:
+        """The key by the names that fields of the call have now."""
+        return dataclasses.replace(self, call=canonical_json(by_present_names(json.loads(self.call), renamed)))
 
     @functools.cached_property
     def digest(self) -> str:

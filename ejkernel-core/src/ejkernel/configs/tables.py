@@ -15,6 +15,7 @@ import functools
 import math
 from pathlib import Path
 
+from ejkernel._plugins.catalog import operation_module
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.configs.entry import Entry, load_entries
 from ejkernel.configs.key import Key
@@ -28,12 +29,16 @@ class _Index:
     choices: dict[Key, Entry]
 
 
-@functools.lru_cache(maxsize=4)
-def _index(tables: tuple[tuple[str, str, bool], ...]) -> _Index:
-    index = _Index({}, {}, {})
+@functools.lru_cache(maxsize=128)
+def _index(tables: tuple[tuple[str, str, bool], ...], operation: str) -> _Index:
+    """What tables say of an operation; older ones know former names of fields."""
+    index, renamed = _Index({}, {}, {}), dict(operation_module(operation, "interface").OPERATION.renamed)
     for path, platform, first_party in tables:
         for entry in _read(path):
-            key = entry.key
+            if entry.key.operation != operation:
+                continue
+            key = entry.key.with_present_names(renamed)
+            entry = dataclasses.replace(entry, key=key)
             if first_party or key.implementation.partition(".")[0] == platform:
                 if key.released not in index.exact:
                     index.buckets.setdefault(key.bucket, []).append(entry)
@@ -43,6 +48,7 @@ def _index(tables: tuple[tuple[str, str, bool], ...]) -> _Index:
     return index
 
 
+@functools.lru_cache(maxsize=16)
 def _read(path: str) -> tuple[Entry, ...]:
     try:
         return load_entries(Path(path).read_text(encoding="utf-8"))
@@ -51,24 +57,24 @@ def _read(path: str) -> tuple[Entry, ...]:
         return ()
 
 
-def _current() -> _Index:
+def _current(operation: str) -> _Index:
     records = (record for record in kernel_registry.records if record.ok)
-    return _index(tuple((path, record.name, record.first_party) for record in records for path in record.tables))
+    return _index(tuple((path, record.name, record.first_party) for record in records for path in record.tables), operation)
 
 
 def lookup(key: Key) -> Entry | None:
     """The shipped entry of this very call."""
-    return _current().exact.get(key.released)
+    return _current(key.operation).exact.get(key.released)
 
 
 def choice(key: Key) -> Entry | None:
     """The shipped entry of this very call whose word on the fastest platform counts."""
-    return _current().choices.get(key.released)
+    return _current(key.operation).choices.get(key.released)
 
 
 def nearest(key: Key) -> list[Entry]:
     """The shipped entries of calls that differ in sizes only, none by a factor of two or more; the nearest first."""
-    buckets = _current().buckets
+    buckets = _current(key.operation).buckets
     if not buckets:
         return []
     found = [(key.distance(entry.key), entry.key.call, entry) for entry in buckets.get(key.bucket, ())]

@@ -26,8 +26,8 @@ def supports_forward(call: FlashAttentionCall, target: Target) -> str | None:
 def _feature_refusal(call: FlashAttentionCall) -> str | None:
     if call.causal and call.prefix:
         return f"prefix is {call.prefix}, the kernel has none"
-    if call.soft_cap is not None and call.query.dtype == "float16":
-        return f"logits_soft_cap is {call.soft_cap} with float16, the kernel's tanh is only as accurate as bfloat16"
+    if call.logits_soft_cap is not None and call.query.dtype == "float16":
+        return f"logits_soft_cap is {call.logits_soft_cap} with float16, the kernel's tanh is only as accurate as bfloat16"
     return None
 
 

@@ -21,7 +21,7 @@ _LARGE, _SMALL = 1e30, 1e-30
 def supports_forward(call: PagedAttentionCall, target: Target) -> str | None:
     names: dict[str, tuple[str, ...]] = {"query": QUERIES}
     names |= dict.fromkeys(("key_pages", "value_pages"), (call.query.dtype, *ONE_BYTE))
-    names |= dict.fromkeys(("sinks", "key_scale", "value_scale"), FLOATS)
+    names |= dict.fromkeys(("softmax_aux", "key_scale", "value_scale"), FLOATS)
     problem = refusal(target, {name: getattr(call, name) for name in names}, names)
     return problem or _contents_problem(call) or _size_problem(call) or _room_problem(call, target)
 
@@ -30,10 +30,10 @@ def _contents_problem(call: PagedAttentionCall) -> str | None:
     for name in ("alibi_slopes", "qq_bias"):
         if getattr(call, name) is not None:
             return f"{name} is not read by this kernel"
-    if abs(call.scale) > _LARGE:
-        return f"scale {call.scale:g} is beyond {_LARGE:g}"
-    if call.soft_cap is not None and not _SMALL <= call.soft_cap <= _LARGE:
-        return f"soft_cap {call.soft_cap:g} is not within {_SMALL:g} ... {_LARGE:g}"
+    if abs(call.softmax_scale) > _LARGE:
+        return f"scale {call.softmax_scale:g} is beyond {_LARGE:g}"
+    if call.logits_soft_cap is not None and not _SMALL <= call.logits_soft_cap <= _LARGE:
+        return f"soft_cap {call.logits_soft_cap:g} is not within {_SMALL:g} ... {_LARGE:g}"
     tokens, requests = call.query.shape[1], call.kv_lens.shape[1]
     if tokens > MOST_TOKENS * max(requests, 1):
         return f"{tokens} new tokens of {requests} requests are more than {MOST_TOKENS} each; this kernel is for decoding"

@@ -24,12 +24,12 @@ def supports_forward(call: PagedAttentionCall, target: Target) -> str | None:
 def _contents_refusal(call: PagedAttentionCall) -> str | None:
     if call.key_pages.dtype != call.query.dtype:
         return f"pages of {call.key_pages.dtype} with queries of {call.query.dtype}, this kernel needs one dtype"
-    if abs(call.scale) > _LARGE:
-        return f"scale {call.scale:g} is beyond {_LARGE:g}"
-    if call.soft_cap is not None and call.query.dtype == "float16":
-        return f"logits_soft_cap is {call.soft_cap} with float16, the kernel's tanh is only as accurate as bfloat16"
-    if call.soft_cap is not None and not _SMALL <= call.soft_cap <= _LARGE:
-        return f"soft_cap {call.soft_cap:g} is not within {_SMALL:g} ... {_LARGE:g}"
+    if abs(call.softmax_scale) > _LARGE:
+        return f"scale {call.softmax_scale:g} is beyond {_LARGE:g}"
+    if call.logits_soft_cap is not None and call.query.dtype == "float16":
+        return f"logits_soft_cap is {call.logits_soft_cap} with float16, the kernel's tanh is only as accurate as bfloat16"
+    if call.logits_soft_cap is not None and not _SMALL <= call.logits_soft_cap <= _LARGE:
+        return f"soft_cap {call.logits_soft_cap:g} is not within {_SMALL:g} ... {_LARGE:g}"
     return None
 
 

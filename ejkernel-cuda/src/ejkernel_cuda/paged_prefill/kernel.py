@@ -37,7 +37,7 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Pref
         inputs.query_start_loc,
         inputs.kv_lens,
         inputs.block_tables,
-        factors(combined_sinks(inputs.sinks)),
+        factors(combined_sinks(inputs.softmax_aux)),
         key_strides=np.array(key[:4], np.int64),
         value_strides=np.array(value[:4], np.int64),
         first_value=np.int64(value.first_value),
@@ -49,8 +49,8 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Pref
         fused=fused,
         causal=call.causal,
         window=np.int64(0 if call.window is None else min(call.window, MAX_WINDOW)),
-        scale=np.float32(call.scale),
-        cap=np.float32(call.soft_cap or 0.0),
+        scale=np.float32(call.softmax_scale),
+        cap=np.float32(call.logits_soft_cap or 0.0),
         pack=np.int64(packed_heads(call) if config.pack_gqa else 1),
     )
     return PagedAttentionOutputs(out[..., :value_size], lse if saved else None)

@@ -23,4 +23,4 @@ def backward(
 ) -> BlockSparseAttentionInputs:
     dense_call, dense_inputs, lists = dense_problem(call, inputs)
     found = flash_attention.backward(dense_call, dense_inputs, outputs, cotangents, config, lists)
-    return BlockSparseAttentionInputs(found.query, found.key, found.value, bias=found.bias, sinks=found.sinks)
+    return BlockSparseAttentionInputs(found.query, found.key, found.value, bias=found.bias, softmax_aux=found.softmax_aux)

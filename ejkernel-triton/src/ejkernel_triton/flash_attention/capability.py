@@ -32,7 +32,7 @@ def supports_backward(call: FlashAttentionCall, target: Target) -> str | None:
 
 
 def _refusal(call: FlashAttentionCall, target: Target) -> str | None:
-    specs = {name: getattr(call, name) for name in ("query", "key", "value", "bias", "sinks")}
+    specs = {name: getattr(call, name) for name in ("query", "key", "value", "bias", "softmax_aux")}
     problem = refusal(target, specs, FLOATS)
     if problem:
         return problem
@@ -45,8 +45,8 @@ def _refusal(call: FlashAttentionCall, target: Target) -> str | None:
         return f"{max(queries, keys)} tokens are more than {MAX_TOKENS}"
     if abs(call.query_offset) > MAX_OFFSET:
         return f"query_offset {call.query_offset} is beyond {MAX_OFFSET}"
-    if call.sinks is not None and call.sinks.shape[2] > MAX_SINKS:
-        return f"{call.sinks.shape[2]} sinks per head are more than {MAX_SINKS}"
+    if call.softmax_aux is not None and call.softmax_aux.shape[2] > MAX_SINKS:
+        return f"{call.softmax_aux.shape[2]} sinks per head are more than {MAX_SINKS}"
     programs = batch * heads * -(-max(queries, keys) // MIN_DOT_SIZE)
     if programs > MAX_PROGRAMS:
         return f"{batch} x {heads} heads of {max(queries, keys)} tokens may need {programs} programs, more than {MAX_PROGRAMS}"

@@ -135,7 +135,7 @@ class _Model:
         self.score_bytes = sum({"bool": 1, "float32": 4}.get(spec.dtype, 2) for spec in by_pair)
         self.width = max(self.size, self.value_size)
         self.narrow = call.window_width is not None and call.window_width <= _NARROW
-        self.capped = call.soft_cap is not None
+        self.capped = call.logits_soft_cap is not None
         self.separate = self.width > (64 if self.split else 128) and (self.split or not self.wide)
         self.triangular = call.causal
 

@@ -47,10 +47,10 @@ def backward(
 ) -> FlashAttentionInputs:
     """With `lists`, only listed tiles are visited, but by the gradient of the bias, which wants masks that say the same."""
     shift, delta = _statistics(call, inputs, outputs, cotangents, config)
-    d_sinks = None if inputs.sinks is None else _sink_gradient(inputs.sinks, shift, delta)
+    d_sinks = None if inputs.softmax_aux is None else _sink_gradient(inputs.softmax_aux, shift, delta)
     if not _score_count(call):
         zeros = (None if x is None else vary_like(jnp.zeros(x.shape, x.dtype), inputs) for x in inputs[:4])
-        return FlashAttentionInputs(*zeros, sinks=d_sinks)
+        return FlashAttentionInputs(*zeros, softmax_aux=d_sinks)
     start = jnp.where(shift == -jnp.inf, -jnp.inf, -shift * LOG2_E)
     rows = (*_operands((cotangents.out,), mask_params_of(call)), _padded(start, -jnp.inf), _padded(-delta, 0.0))
     d_key, d_value = _key_gradients(call, inputs, rows, config, lists)
@@ -59,7 +59,7 @@ def backward(
         key=d_key,
         value=d_value,
         bias=None if inputs.bias is None else _bias_gradient(call, inputs, rows, config),
-        sinks=d_sinks,
+        softmax_aux=d_sinks,
     )
 
 
@@ -73,8 +73,8 @@ def _without_keys(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> tup
     rows = call.query.shape[:3]
     out = jnp.zeros((*rows, call.value.shape[3]), call.query.dtype)
     lse = jnp.full(rows, -jnp.inf, jnp.float32)
-    if inputs.sinks is not None:
-        sinks = inputs.sinks.astype(jnp.float32)
+    if inputs.softmax_aux is not None:
+        sinks = inputs.softmax_aux.astype(jnp.float32)
         largest = jnp.max(sinks, axis=-1, initial=-jnp.inf)
         shift = jnp.where(largest == -jnp.inf, 0, largest)
         lse = jnp.broadcast_to((shift + jnp.log(jnp.sum(jnp.exp(sinks - shift[..., None]), axis=-1)))[:, None], rows)
@@ -122,7 +122,7 @@ def _visited(
     params = mask_params_of(call)
     if lists is not None:
         stored, list_block = lists(*blocks, by_key)
-        full = call.bias is None or call.soft_cap is None
+        full = call.bias is None or call.logits_soft_cap is None
         return dataclasses.replace(
             params,
             ranges=2 if stored.shape[0] > 1 else 1,
@@ -154,7 +154,7 @@ def _attend(
         mask_params = dataclasses.replace(mask_params, has_full_tiles=False)
     query, key, value = _operands(inputs[:3], mask_params)
     blocks = _cdiv(queries, config.block_q)
-    sinks, streams = (query if x is None else x for x in (inputs.sinks, inputs.dropout_streams))
+    sinks, streams = (query if x is None else x for x in (inputs.softmax_aux, inputs.dropout_streams))
     return call_kernel(
         forward_kernel,
         (

@@ -139,7 +139,7 @@ def mask_params_of(call: FlashAttentionCall) -> MaskParams:
         ranges=max(map(_storage, arrays)),
         masked_first=given or left is not None or bool(chunk),
         masked_first_by_key=given or call.causal or right is not None or bool(chunk),
-        has_full_tiles=call.mask is None and (call.bias is None or call.soft_cap is None),
+        has_full_tiles=call.mask is None and (call.bias is None or call.logits_soft_cap is None),
         causal_by_index=call.causal and call.prefix is None and call.query_positions is None and call.key_positions is None,
         nan_safe=bf16_terms > 1
         or elementwise
@@ -147,19 +147,19 @@ def mask_params_of(call: FlashAttentionCall) -> MaskParams:
         or call.causal
         or call.window is not None
         or call.chunk_size is not None,
-        sinks=0 if call.sinks is None else call.sinks.shape[2],
-        sinks_per_batch=call.sinks is not None and call.sinks.shape[0] > 1,
+        sinks=0 if call.softmax_aux is None else call.softmax_aux.shape[2],
+        sinks_per_batch=call.softmax_aux is not None and call.softmax_aux.shape[0] > 1,
         dropout=call.dropout_rate > 0,
         threshold=int(dropout.threshold(call.dropout_rate)),
         keep_scale=1 / (1 - call.dropout_rate),
         rounding=rounding,
-        fuse_lse=not rounding and call.bias is None and call.soft_cap is None and call.scale > 0,
-        capped=call.soft_cap is not None,
+        fuse_lse=not rounding and call.bias is None and call.logits_soft_cap is None and call.softmax_scale > 0,
+        capped=call.logits_soft_cap is not None,
         unit=unit,
         factor=factor,
         bias_factor=bias_factor,
         cap_factor=cap_factor,
-        scale=call.scale,
+        scale=call.softmax_scale,
         normalize=call.normalize_output,
         precision=dot_precision(call.precision, call.query.dtype),
     )
@@ -179,12 +179,12 @@ def dot_mode(call: FlashAttentionCall) -> DotPrecision | Literal["bf16x6"]:
 
 def _units(call: FlashAttentionCall) -> tuple[float, float, float, float]:
     """unit, factor, bias_factor, cap_factor. Without a bias and a cap, the scale is folded into the exponential."""
-    if call.soft_cap is not None:
-        to_double = 2 * LOG2_E / call.soft_cap
-        return 1.0, call.scale * to_double, to_double, call.soft_cap * LOG2_E
-    if call.bias is None and call.scale > 0:
-        return call.scale * LOG2_E, 1.0, 0.0, 0.0
-    return 1.0, call.scale * LOG2_E, LOG2_E, 0.0
+    if call.logits_soft_cap is not None:
+        to_double = 2 * LOG2_E / call.logits_soft_cap
+        return 1.0, call.softmax_scale * to_double, to_double, call.logits_soft_cap * LOG2_E
+    if call.bias is None and call.softmax_scale > 0:
+        return call.softmax_scale * LOG2_E, 1.0, 0.0, 0.0
+    return 1.0, call.softmax_scale * LOG2_E, LOG2_E, 0.0
 
 
 def _storage(spec: Any) -> int:

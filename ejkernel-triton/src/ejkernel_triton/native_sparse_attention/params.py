@@ -67,7 +67,7 @@ def params_of(call: NativeSparseAttentionCall, block_k: int) -> Params:
         block_v=dot_block(value_size),
         block_g=min(dot_block(heads // key_heads), _MAX_ROWS),
         block_k=block_k,
-        scale=call.scale,
+        scale=call.softmax_scale,
         sequences=0 if starts is None else 1 if starts.shape[0] == 1 else 2,
         precision=dot_precision(None, call.query.dtype),
     )

@@ -208,7 +208,7 @@ def _scores(call: NativeSparseSelectionCall, inputs: NativeSparseSelectionInputs
         BLOCK_SIZE=dot_block(size),
         BLOCK_Q=config.block_q,
         BLOCK_N=config.block_n,
-        SCALE=call.scale,
+        SCALE=call.softmax_scale,
         PRECISION=dot_precision(None, call.query.dtype),
         STAGES=config.num_stages,
         **options,

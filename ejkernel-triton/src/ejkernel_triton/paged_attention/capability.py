@@ -23,6 +23,6 @@ def supports_forward(call: PagedAttentionCall, target: Target) -> str | None:
     if batch * heads * (tokens + call.kv_lens.shape[1]) > MAX_PROGRAMS:
         return f"{tokens} tokens of {heads} heads, {batch} times, need more than {MAX_PROGRAMS} programs"
     names: dict[str, tuple[str, ...]] = {"query": FLOATS, "key_pages": STORED, "value_pages": STORED}
-    names |= dict.fromkeys(("sinks", "alibi_slopes", "qq_bias", "key_scale", "value_scale"), FLOATS)
+    names |= dict.fromkeys(("softmax_aux", "alibi_slopes", "qq_bias", "key_scale", "value_scale"), FLOATS)
     problem = refusal(target, {name: getattr(call, name) for name in names}, names)
     return problem or e4m3_problem(target, call.key_pages)

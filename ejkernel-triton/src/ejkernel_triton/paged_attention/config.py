@@ -106,7 +106,7 @@ def heuristic(call: PagedAttentionCall, target: Target) -> PagedAttentionConfig:
     # wgmma operands lie in shared memory, mma operands in registers. Two co-resident low tiles hide each other's latency,
     # unless they spill.
     large = (target.capability or (0, 0)) >= (9, 0) and product_itemsize(call) == 2
-    whole = large and (_widest(call) > 128 or call.soft_cap is not None)
+    whole = large and (_widest(call) > 128 or call.logits_soft_cap is not None)
     most = max(_max_rows(call) // (1 if whole else 2), MIN_DOT_SIZE) // heads_of_tile(call)
     together = min(next_power_of_2(-(-tokens // requests)), 1 << (max(most, 1).bit_length() - 1))
     rows = rows_of_tile(call, together)

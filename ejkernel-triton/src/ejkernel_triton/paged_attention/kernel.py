@@ -453,21 +453,21 @@ def _without_keys(call: PagedAttentionCall, inputs: PagedAttentionInputs) -> Pag
     if not (call.return_lse or call.save_residuals):
         return PagedAttentionOutputs(out)
     lse = jnp.full((batch, tokens, heads), -jnp.inf, jnp.float32)
-    if inputs.sinks is not None:
+    if inputs.softmax_aux is not None:
         row, starts = jnp.arange(tokens)[None, :, None], inputs.query_start_loc[:, None]
         owned = jnp.any((row >= starts[..., :-1]) & (row < starts[..., 1:]), axis=-1)[..., None]
-        sinks = jax.nn.logsumexp(inputs.sinks.astype(jnp.float32), axis=-1)[:, None]
+        sinks = jax.nn.logsumexp(inputs.softmax_aux.astype(jnp.float32), axis=-1)[:, None]
         lse = jnp.where(owned, sinks, lse)
     return PagedAttentionOutputs(out, lse)
 
 
 def _with_one_sink(inputs: PagedAttentionInputs) -> PagedAttentionInputs:
     """Sinks `[1|b, H, n]` of a head as one `[1|b, H]`."""
-    if inputs.sinks is None:
+    if inputs.softmax_aux is None:
         return inputs
-    if inputs.sinks.shape[2] == 1:
-        return inputs._replace(sinks=inputs.sinks[..., 0])
-    return inputs._replace(sinks=jax.nn.logsumexp(inputs.sinks.astype(jnp.float32), axis=-1))
+    if inputs.softmax_aux.shape[2] == 1:
+        return inputs._replace(softmax_aux=inputs.softmax_aux[..., 0])
+    return inputs._replace(softmax_aux=jax.nn.logsumexp(inputs.softmax_aux.astype(jnp.float32), axis=-1))
 
 
 def _product_dtype(call: PagedAttentionCall) -> Any:
@@ -521,7 +521,7 @@ def _pass(
         inputs.kv_lens,
         inputs.block_tables,
         *schedule,
-        present(inputs.sinks),
+        present(inputs.softmax_aux),
         present(inputs.alibi_slopes),
         present(inputs.qq_bias),
         present(inputs.key_scale),
@@ -585,7 +585,7 @@ def _combine(
         inputs.query_start_loc,
         schedule.splits,
         schedule.partials_up_to,
-        absent if inputs.sinks is None else inputs.sinks,
+        absent if inputs.softmax_aux is None else inputs.softmax_aux,
         absent if inputs.value_scale is None else inputs.value_scale,
         *found,
     )

@@ -80,7 +80,7 @@ def params_of(call: PagedAttentionCall, inputs: PagedAttentionInputs, *, schedul
     value = key if call.value_pages is None else strides_of(call.value_pages.shape, call.layout)
     bias = inputs.qq_bias
     return PagedAttentionParams(
-        scale=call.scale,
+        scale=call.softmax_scale,
         width=call.query.shape[3],
         channels=call.value_size,
         heads=call.query.shape[2],
@@ -97,7 +97,7 @@ def params_of(call: PagedAttentionCall, inputs: PagedAttentionInputs, *, schedul
         first_value=value.first_value,
         schedules=schedules,
         tables=storage(inputs.block_tables),
-        sinks=storage(inputs.sinks),
+        sinks=storage(inputs.softmax_aux),
         slopes=storage(inputs.alibi_slopes),
         bias=0 if bias is None else bias.shape[3],
         bias_batch=batch_stride(bias),
@@ -108,7 +108,7 @@ def params_of(call: PagedAttentionCall, inputs: PagedAttentionInputs, *, schedul
         value_scale_batch=batch_stride(inputs.value_scale),
         causal=call.causal,
         window=0 if call.window is None else min(call.window, UNBOUNDED),
-        soft_cap=0.0 if call.soft_cap is None else call.soft_cap,
+        soft_cap=0.0 if call.logits_soft_cap is None else call.logits_soft_cap,
         save_lse=call.return_lse or call.save_residuals,
         precision=dot_precision(call.precision, dtype),
     )

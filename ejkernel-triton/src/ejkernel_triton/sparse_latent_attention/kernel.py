@@ -136,7 +136,7 @@ def forward(
         grid=batch * queries * config.splits * -(-heads // config.block_h),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        SCALE=call.scale,
+        SCALE=call.softmax_scale,
         V=call.value_size,
         REST=rest,
         BLOCK_V=dot_block(call.value_size),

@@ -12,7 +12,7 @@ from ejkernel.operations.block_sparse_attention.interface import BlockSparseAtte
 from ejkernel.operations.flash_attention.interface import FlashAttentionOutputs
 from ejkernel.utils.dtypes import accumulator
 
-_OF_HEADS = ("bias", "mask", "sinks", "key_tiles", "full_tiles")
+_OF_HEADS = ("bias", "mask", "softmax_aux", "key_tiles", "full_tiles")
 """Arrays `[b?, h?, ...]`; others but query, key and value are `[b?, ...]`."""
 
 
@@ -83,5 +83,5 @@ def gradients_of_heads(
         of_keys(found.key, call.key.shape[2]),
         of_keys(found.value, call.key.shape[2]),
         bias=None if found.bias is None else shared(found.bias, inputs.bias),
-        sinks=None if found.sinks is None else shared(found.sinks, inputs.sinks),
+        softmax_aux=None if found.softmax_aux is None else shared(found.softmax_aux, inputs.softmax_aux),
     )

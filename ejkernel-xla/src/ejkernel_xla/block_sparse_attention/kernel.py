@@ -100,10 +100,10 @@ def plain_backward(
 def _gradients(inputs: FlashAttentionInputs, sums: Gradients) -> BlockSparseAttentionInputs:
     shared = {
         name: jnp.sum(sum_, axis=0, keepdims=True) if sum_ is not None and sum_.shape[0] != array.shape[0] else sum_
-        for name, sum_, array in (("bias", sums.bias, inputs.bias), ("sinks", sums.sinks, inputs.sinks))
+        for name, sum_, array in (("bias", sums.bias, inputs.bias), ("sinks", sums.sinks, inputs.softmax_aux))
     }
     found = gradients_of(inputs, sums._replace(**shared))
-    return BlockSparseAttentionInputs(found.query, found.key, found.value, bias=found.bias, sinks=found.sinks)
+    return BlockSparseAttentionInputs(found.query, found.key, found.value, bias=found.bias, softmax_aux=found.softmax_aux)
 
 
 def _plain(call: BlockSparseAttentionCall, inputs: BlockSparseAttentionInputs, config: BlockSparseAttentionConfig) -> Any:

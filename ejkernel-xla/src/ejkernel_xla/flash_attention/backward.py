@@ -57,13 +57,13 @@ def backward(
 
 def gradients_of(inputs: FlashAttentionInputs, sums: Gradients) -> FlashAttentionInputs:
     """In the shapes and dtypes of the inputs."""
-    bias, sinks = inputs.bias, inputs.sinks
+    bias, sinks = inputs.bias, inputs.softmax_aux
     return FlashAttentionInputs(
         query=heads_last(jnp.moveaxis(sums.query, 2, 4), grouped=True).astype(inputs.query.dtype),
         key=heads_last(sums.key, grouped=False).astype(inputs.key.dtype),
         value=heads_last(sums.value, grouped=False).astype(inputs.value.dtype),
         bias=None if bias is None else sums.bias.reshape(bias.shape).astype(bias.dtype),
-        sinks=None if sinks is None else sums.sinks.reshape(sinks.shape).astype(sinks.dtype),
+        softmax_aux=None if sinks is None else sums.sinks.reshape(sinks.shape).astype(sinks.dtype),
     )
 
 
@@ -178,7 +178,7 @@ def _tile(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, st
     dropped_weights = weights if scored.keep is None else weights * scored.keep
     if scored.slope is not None:
         d_logits = d_logits * (scored.slope if scored.visible is None else jnp.where(scored.visible, scored.slope, 0))
-    d_raw = (d_logits * call.scale).astype(query.dtype)
+    d_raw = (d_logits * call.softmax_scale).astype(query.dtype)
     key = finite(key) if plan.masked else key
     # On CPU, XLA has no bfloat16 kernel for contractions over the leading axis of both operands; both dtypes are exact.
     wide = accumulator(key.dtype) if current_target().backend == "cpu" else key.dtype

@@ -76,7 +76,7 @@ def operands(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> Operands
         value=heads_first(inputs.value),
         bias=split(inputs.bias),
         mask=split(inputs.mask),
-        sinks=split(inputs.sinks),
+        sinks=split(inputs.softmax_aux),
         dropout_streams=split(inputs.dropout_streams),
         **{name: getattr(inputs, name) for name in Operands._fields if name.endswith(("segments", "positions"))},
     )
@@ -172,16 +172,16 @@ class Scores(NamedTuple):
 
 def scores(call: FlashAttentionCall, raw: Any, arrays: Operands, plan: Plan, tile: Tile, view: View) -> Scores:
     """Logits from `query . key`. The caller applies the mask."""
-    logits = _rounded(raw, call.logits_dtype) * call.scale
+    logits = _rounded(raw, call.logits_dtype) * call.softmax_scale
     bias = _entries(arrays.bias, plan, tile, view)
     rows, columns = _indices(plan.block_q, tile.query_start), _indices(plan.block_k, tile.key_start)
     visible = _visible(call, arrays, plan, tile, view, rows, columns, bias)
     if bias is not None:
         logits = logits + jnp.where(visible, bias, 0).astype(logits.dtype)
     slope = None
-    if call.soft_cap is not None:
-        capped = jnp.tanh(logits / call.soft_cap)
-        logits, slope = call.soft_cap * capped, 1 - capped * capped
+    if call.logits_soft_cap is not None:
+        capped = jnp.tanh(logits / call.logits_soft_cap)
+        logits, slope = call.logits_soft_cap * capped, 1 - capped * capped
     return Scores(logits, slope, visible, _keep(call, arrays, view, rows, columns))
 
 

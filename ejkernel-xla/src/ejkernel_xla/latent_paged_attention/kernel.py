@@ -88,7 +88,7 @@ def _paged_call(call: LatentPagedAttentionCall) -> PagedAttentionCall:
     specs: dict[str, Any] = {"query": ArraySpec((batch, tokens, heads, channels), call.query_nope.dtype)}
     specs |= {"key_pages": pages, "value_pages": pages}
     shared = ("query_start_loc", "kv_lens", "block_tables", "key_scale", "value_scale", "first_keys")
-    flags = ("scale", "window", "soft_cap", "precision", "return_lse", "save_residuals")
+    flags = ("softmax_scale", "window", "logits_soft_cap", "precision", "return_lse", "save_residuals")
     return PagedAttentionCall(**specs, **{name: getattr(call, name) for name in (*shared, *flags)})
 
 

@@ -31,7 +31,7 @@ def forward(
 
     def tile(arrays: Any) -> Any:
         query, selection = arrays
-        out, lse = _sparse.attend(query, *_gathered(call, key, value, selection), call.scale)
+        out, lse = _sparse.attend(query, *_gathered(call, key, value, selection), call.softmax_scale)
         return out.astype(query.dtype), lse.astype(_lse_dtype(call))
 
     query = _sparse.by_head(inputs.query, key.shape[1])
@@ -58,7 +58,7 @@ def backward(
 
     def tile(total: Any, arrays: Any) -> Any:
         rows, selection = arrays
-        d_query, d_key, d_value = _sparse.tile_gradients(rows, *_gathered(call, key, value, selection), call.scale)
+        d_query, d_key, d_value = _sparse.tile_gradients(rows, *_gathered(call, key, value, selection), call.softmax_scale)
         beyond = jnp.where(selection.starts >= call.key.shape[1], total.shape[2], selection.starts)
         total = _sparse.added(total, beyond, jnp.concatenate([d_key, d_value], axis=-1))
         return total, d_query.astype(rows.query.dtype)

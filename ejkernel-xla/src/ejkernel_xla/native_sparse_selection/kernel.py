@@ -33,7 +33,9 @@ def forward(call: NativeSparseSelectionCall, inputs: NativeSparseSelectionInputs
 
     def tile(arrays: Any) -> Any:
         query, lse, own, first, counts = arrays
-        logits = jnp.einsum("tbkgd,bnkd->tbkgn", query, means, precision=precision, preferred_element_type=wide) * call.scale
+        logits = (
+            jnp.einsum("tbkgd,bnkd->tbkgn", query, means, precision=precision, preferred_element_type=wide) * call.softmax_scale
+        )
         weights = jnp.exp(logits - lse[..., None])
         scores = jnp.minimum(jnp.sum(jnp.where(weights >= 0, weights, 0), axis=3), LARGEST)
         numbers = jnp.arange(entries, dtype=jnp.int32)[None, None] - first[..., None]  # [t, 1 or b, n]

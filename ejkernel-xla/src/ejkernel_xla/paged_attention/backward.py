@@ -63,7 +63,7 @@ _MOVING = (
     "query",
     "key_pages",
     "value_pages",
-    "sinks",
+    "softmax_aux",
     "alibi_slopes",
     "qq_bias",
     "key_scale",
@@ -117,9 +117,9 @@ def _gradients(
     sums = vary_like(_no_sums(attention), (member, d_out))
     sums, d_query = jax.lax.scan(one, sums, Tiles(*(field[:, None] for field in tiles)))
     found: dict[str, Any] = {"query": attention.put(d_query, rows), **_by_input(call, member, sums)}
-    if member.sinks is not None:
-        weights = jnp.exp(member.sinks.astype(wide)[None] - jnp.where(lse == -jnp.inf, jnp.inf, lse)[..., None])
-        found["sinks"] = -jnp.sum(jnp.where(rows.owned[:, None, None], weights * mean[..., None], 0), axis=0)
+    if member.softmax_aux is not None:
+        weights = jnp.exp(member.softmax_aux.astype(wide)[None] - jnp.where(lse == -jnp.inf, jnp.inf, lse)[..., None])
+        found["softmax_aux"] = -jnp.sum(jnp.where(rows.owned[:, None, None], weights * mean[..., None], 0), axis=0)
     return found
 
 
@@ -165,7 +165,7 @@ def _accumulate(attention: Attention, tile: Tiles, fixed: _Fixed, index: Any, st
     d_logits = weights * (value_scale * products - fixed.mean[..., None])
     d_raw = d_logits if scores.slope is None else d_logits * scores.slope
     d_raw = jnp.where(scores.visible, d_raw, 0)
-    d_scaled = d_raw * call.scale
+    d_scaled = d_raw * call.softmax_scale
     key_scale = _of_heads(attention.key_scale)
     d_scaled = (d_scaled * _times(key_scale, scores.key_factor, 1)).astype(dtype)
     d_query = d_query + attention.dot("tkgqs,tksd->tkgqd", d_scaled, scores.key)
@@ -176,10 +176,10 @@ def _accumulate(attention: Attention, tile: Tiles, fixed: _Fixed, index: Any, st
     sums = _Sums(
         _add_to_pages(sums.key, block, lambda: d_key),
         _add_to_pages(sums.value, block, lambda: d_value),
-        _plus(sums.key_scale, lambda: call.scale * jnp.sum(d_key_scale * _times(scores.key_factor, 1), (0, 2, 3, 4))),
+        _plus(sums.key_scale, lambda: call.softmax_scale * jnp.sum(d_key_scale * _times(scores.key_factor, 1), (0, 2, 3, 4))),
         _plus(sums.value_scale, lambda: jnp.sum(d_value_scale * _times(scores.value_factor, 1), (0, 2, 3, 4))),
         _add_to_pages(
-            sums.key_token_scale, block, lambda: call.scale * jnp.sum(d_key_scale * _times(key_scale, 1), (0, 2, 3)).T
+            sums.key_token_scale, block, lambda: call.softmax_scale * jnp.sum(d_key_scale * _times(key_scale, 1), (0, 2, 3)).T
         ),
         _add_to_pages(sums.value_token_scale, block, lambda: jnp.sum(d_value_scale * _times(value_head_scale, 1), (0, 2, 3)).T),
         _plus(sums.alibi_slopes, lambda: jnp.sum(d_logits * attention.distance(tile, block), (0, 3, 4))),

@@ -103,7 +103,7 @@ def _rescale(before: Any, after: Any) -> tuple[Any, Any]:
 
 
 def _with_sinks(attention: Attention, state: _State) -> _State:
-    sinks = attention.member.sinks
+    sinks = attention.member.softmax_aux
     if sinks is None:
         return state
     sinks = sinks.astype(attention.wide).reshape(1, attention.call.heads, attention.groups, 1, -1)

@@ -185,7 +185,7 @@ class Attention:
         key, value, nan = self._load(block, visible)
         rows = query.astype(self.dtype).reshape(*query.shape[:2], -1, query.shape[4])
         raw = self.dot("tkmd,tksd->tkms", rows, key).reshape(*query.shape[:4], -1)
-        logits = raw * call.scale
+        logits = raw * call.softmax_scale
         if self.key_scale is not None:
             logits = logits * self.key_scale[None, :, None, None, None]
         key_factor, nan = self._factor(self.member.key_token_scale, block, nan)
@@ -195,9 +195,9 @@ class Attention:
         if nan is not None:
             logits = jnp.where(visible, logits + nan, 0)
         slope = None
-        if call.soft_cap is not None:
-            capped = jnp.tanh(logits / call.soft_cap)
-            logits, slope = call.soft_cap * capped, 1 - capped * capped
+        if call.logits_soft_cap is not None:
+            capped = jnp.tanh(logits / call.logits_soft_cap)
+            logits, slope = call.logits_soft_cap * capped, 1 - capped * capped
         if self.member.alibi_slopes is not None:
             slopes = self.member.alibi_slopes.astype(self.wide).reshape(1, call.heads, self.groups, 1, 1)
             logits = logits + slopes * self.distance(tiles, block)

@@ -25,7 +25,7 @@ def forward(
     def tile(arrays: Any) -> Any:
         query, chosen = arrays
         key, visible = _gathered(latents, chosen)
-        out, lse = _sparse.attend(query, key, key[..., : call.value_size], visible, call.scale)
+        out, lse = _sparse.attend(query, key, key[..., : call.value_size], visible, call.softmax_scale)
         return out.astype(query.dtype), lse
 
     out, lse = _sparse.by_tiles(tile, (_sparse.by_head(inputs.query, 1), _chosen(inputs)), config.block_q)
@@ -53,7 +53,7 @@ def backward(
     def tile(total: Any, arrays: Any) -> Any:
         rows, chosen = arrays
         key, visible = _gathered(latents, chosen)
-        d_query, d_key, d_value = _sparse.tile_gradients(rows, key, key[..., : call.value_size], visible, call.scale)
+        d_query, d_key, d_value = _sparse.tile_gradients(rows, key, key[..., : call.value_size], visible, call.softmax_scale)
         parts = d_key + jnp.pad(d_value, [(0, 0)] * 4 + [(0, size - call.value_size)])
         total = _sparse.added(total, jnp.where(visible, chosen - 1, beyond), parts)
         return total, d_query.astype(rows.query.dtype)

@@ -46,7 +46,7 @@ class Ring:
         call = dataclasses.replace(
             self.request.call,
             save_residuals=True,
-            sinks=None,
+            softmax_aux=None,
             query_positions=None,
             key_positions=None,
             **block.structure._asdict(),
@@ -105,8 +105,8 @@ def _differentiable_forward(ring: Ring, inputs: FlashAttentionInputs) -> Any:
 def _differentiable_backward(ring: Ring, residuals: Any, cotangents: FlashAttentionOutputs) -> Any:
     inputs, outputs = residuals
     sums = _backward(ring, inputs, outputs, cotangents)
-    sinks = None if inputs.sinks is None else _sinks(ring, inputs, outputs, cotangents)
-    wide = FlashAttentionInputs(*sums[:3], bias=sums.bias, sinks=sinks)
+    sinks = None if inputs.softmax_aux is None else _sinks(ring, inputs, outputs, cotangents)
+    wide = FlashAttentionInputs(*sums[:3], bias=sums.bias, softmax_aux=sinks)
     return (FlashAttentionInputs(*(None if x is None else x.astype(y.dtype) for x, y in zip(wide, inputs, strict=True))),)
 
 
@@ -138,8 +138,8 @@ def _forward(ring: Ring, inputs: FlashAttentionInputs) -> FlashAttentionOutputs:
 
         (moving, rows), _ = jax.lax.scan(step, (moving, rows), _shifts(stage))
         at = stage.first + stage.shifts
-    if inputs.sinks is not None:
-        lse = jax.nn.logsumexp(inputs.sinks.astype(jnp.float32), axis=-1)[:, None]
+    if inputs.softmax_aux is not None:
+        lse = jax.nn.logsumexp(inputs.softmax_aux.astype(jnp.float32), axis=-1)[:, None]
         rows = merged(rows, Rows(jnp.zeros((), jnp.float32), lse))
     return FlashAttentionOutputs(rows.out.astype(inputs.query.dtype), rows.lse)
 
@@ -237,10 +237,10 @@ def _sinks(ring: Ring, inputs: FlashAttentionInputs, outputs: FlashAttentionOutp
         d_out = jnp.where(outputs.out == 0, 0, d_out)
     delta = jnp.sum(d_out.astype(jnp.float32) * outputs.out.astype(jnp.float32), axis=-1)
     delta = delta if cotangents.lse is None else delta - cotangents.lse
-    weights = jnp.exp(inputs.sinks[:, None].astype(jnp.float32) - outputs.lse[..., None])  # [b,t,h,n]
+    weights = jnp.exp(inputs.softmax_aux[:, None].astype(jnp.float32) - outputs.lse[..., None])  # [b,t,h,n]
     parts = jnp.where(outputs.lse[..., None] == -jnp.inf, 0, -weights * delta[..., None])
     total = jnp.sum(parts, axis=1)
-    return total if inputs.sinks.shape[0] == total.shape[0] else jnp.sum(total, axis=0, keepdims=True)
+    return total if inputs.softmax_aux.shape[0] == total.shape[0] else jnp.sum(total, axis=0, keepdims=True)
 
 
 # Both

@@ -59,6 +59,6 @@ def backward(kernel: Callable[..., Any]) -> Callable[..., BlockSparseAttentionIn
         config: Any,
     ) -> BlockSparseAttentionInputs:
         found = kernel(*as_flash_attention(call, inputs), outputs, cotangents, config)
-        return BlockSparseAttentionInputs(found.query, found.key, found.value, bias=found.bias, sinks=found.sinks)
+        return BlockSparseAttentionInputs(found.query, found.key, found.value, bias=found.bias, softmax_aux=found.softmax_aux)
 
     return gradients

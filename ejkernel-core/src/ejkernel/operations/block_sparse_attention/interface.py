@@ -47,7 +47,7 @@ class BlockSparseAttentionInputs(NamedTuple):
     key_segments: Int32[Array, "#b s"] = None
     query_positions: Int32[Array, "#b t"] = None
     key_positions: Int32[Array, "#b s"] = None
-    sinks: Float[Array, "#b h n"] = None
+    softmax_aux: Float[Array, "#b h n"] = None
     key_tiles: Int32[Array, "#b *h tiles m"] = None
     full_tiles: Bool[Array, "#b *h tiles m"] = None
 
@@ -74,16 +74,16 @@ class BlockSparseAttentionCall(Call):
     key_segments: ArraySpec | None = None
     query_positions: ArraySpec | None = None
     key_positions: ArraySpec | None = None
-    sinks: ArraySpec | None = None
+    softmax_aux: ArraySpec | None = None
     key_tiles: ArraySpec | None = None
     full_tiles: ArraySpec | None = None
-    scale: float
+    softmax_scale: float
     causal: bool = False
     query_offset: int = 0
     window: tuple[int | None, int | None] | None = None
     chunk_size: int | None = None
     prefix: int | None = None
-    soft_cap: float | None = None
+    logits_soft_cap: float | None = None
     q_blocksize: int | None = None
     kv_blocksize: int | None = None
     mask_builder: Callable[[Any, Any], Any] | None = None
@@ -97,7 +97,7 @@ class BlockSparseAttentionCall(Call):
 
 _LISTS = ("key_tiles", "full_tiles")
 _SHARED = tuple(name for name in BlockSparseAttentionInputs._fields if name not in _LISTS)
-_FLAGS = ("scale", "causal", "query_offset", "window", "chunk_size", "prefix", "soft_cap", "save_residuals")
+_FLAGS = ("softmax_scale", "causal", "query_offset", "window", "chunk_size", "prefix", "logits_soft_cap", "save_residuals")
 
 
 def as_flash_call(call: BlockSparseAttentionCall) -> FlashAttentionCall:
@@ -120,7 +120,8 @@ class BlockSparseAttention(Operation):
     Inputs = BlockSparseAttentionInputs
     Outputs = BlockSparseAttentionOutputs
     revisions = (18, ("per_head_tiles",))
-    differentiable = ("query", "key", "value", "bias", "sinks")
+    renamed = FLASH_ATTENTION.renamed
+    differentiable = ("query", "key", "value", "bias", "softmax_aux")
     shardable = ("b", "h")
     traceable = FLASH_ATTENTION.traceable
 

@@ -156,7 +156,7 @@ def _lists(
         key=ArraySpec((1, keys, 1, 1), "float32"),
         value=ArraySpec((1, keys, 1, 1), "float32"),
         mask=None if said.mask is None else ArraySpec.of(said.mask),
-        scale=1.0,
+        softmax_scale=1.0,
         causal=said.causal,
         query_offset=said.query_offset,
         window=said.window,

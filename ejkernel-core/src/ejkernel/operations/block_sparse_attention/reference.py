@@ -29,7 +29,7 @@ def backward(
 ) -> BlockSparseAttentionInputs:
     dense_call, dense_inputs = _dense(call, inputs)
     found = dense.backward(dense_call, dense_inputs, outputs, cotangents)
-    return BlockSparseAttentionInputs(found.query, found.key, found.value, bias=found.bias, sinks=found.sinks)
+    return BlockSparseAttentionInputs(found.query, found.key, found.value, bias=found.bias, softmax_aux=found.softmax_aux)
 
 
 def _dense(

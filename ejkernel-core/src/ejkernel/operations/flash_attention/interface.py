@@ -44,7 +44,7 @@ class FlashAttentionInputs(NamedTuple):
     key_segments: Int32[Array, "#b s"] = None
     query_positions: Int32[Array, "#b t"] = None
     key_positions: Int32[Array, "#b s"] = None
-    sinks: Float[Array, "#b h n"] = None
+    softmax_aux: Float[Array, "#b h n"] = None
     dropout_streams: UInt32[Array, "b h 2"] = None
 
 
@@ -61,13 +61,13 @@ class FlashAttentionCall(Call):
     """Static facts. Query i sits at position `i + query_offset` and key j at position j unless position arrays are given.
 
     Attributes:
-        scale: factor on `query . key`.
+        softmax_scale: factor on `query . key`.
         causal: a key is visible up to the query's position.
         query_offset: position of query 0; S - T for bottom-right alignment.
         window: `(left, right)`: keys at most `left` positions before and `right` after the query, inclusive; None = unlimited.
         chunk_size: only keys of the query's own chunk of this many positions are visible.
         prefix: keys at positions below it are exempt from `causal`.
-        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` after scale and bias, before masks.
+        logits_soft_cap: c in `c * tanh(logits / c)`, after scale and bias, before masks.
         dropout_rate: probability of dropping each attention weight; survivors are divided by `1 - dropout_rate`.
         normalize_output: False returns `sum_j exp(L_ij - m_i) v_j`, m_i the row's largest logit (sinks included), held constant
             under differentiation.
@@ -85,15 +85,15 @@ class FlashAttentionCall(Call):
     key_segments: ArraySpec | None = None
     query_positions: ArraySpec | None = None
     key_positions: ArraySpec | None = None
-    sinks: ArraySpec | None = None
+    softmax_aux: ArraySpec | None = None
     dropout_streams: ArraySpec | None = None
-    scale: float
+    softmax_scale: float
     causal: bool = False
     query_offset: int = 0
     window: tuple[int | None, int | None] | None = None
     chunk_size: int | None = None
     prefix: int | None = None
-    soft_cap: float | None = None
+    logits_soft_cap: float | None = None
     dropout_rate: float = 0.0
     normalize_output: bool = True
     logits_dtype: str = "float32"
@@ -116,7 +116,8 @@ class FlashAttention(Operation):
     Inputs = FlashAttentionInputs
     Outputs = FlashAttentionOutputs
     revisions = (19,)
-    differentiable = ("query", "key", "value", "bias", "sinks")
+    renamed = (("scale", "softmax_scale"), ("soft_cap", "logits_soft_cap"), ("sinks", "softmax_aux"))
+    differentiable = ("query", "key", "value", "bias", "softmax_aux")
     shardable = ("b", "h")
     traceable = ("softmax_scale", "sliding_window", "chunk_size")
 
@@ -170,19 +171,14 @@ class FlashAttention(Operation):
             dropout_seed: int, integer scalar or PRNG key.
             dropout_streams: uint32 `[B, H, 2]` in place of a seed, for shards of a larger problem.
             softmax_scale: None means `1 / sqrt(D)`; traced, the query is multiplied by it, see `scaled`.
-            causal: a key is visible up to the query's position.
             causal_alignment: "top_left" (also what None means): query 0 at position 0; "bottom_right": at S - T.
             sliding_window: `(left, right)`, inclusive; an int w means (w, w). A traced side, like a traced chunk_size, becomes part
                 of the mask.
             chunk_size: only keys of the query's own chunk are visible.
-            prefix: keys before this position are exempt from `causal`.
-            logits_soft_cap: c in `c * tanh(logits / c)`, > 0.
             dropout_prob: in [0, 1).
             broadcast_dropout: the same entries of all rows and heads.
-            normalize_output: whether to divide by the softmax denominator.
             logits_dtype: "float32" keeps the products as accumulated; a smaller dtype rounds them.
-            precision: of the products.
-            return_lse: return `(out, lse)`.
+            causal, prefix, logits_soft_cap, normalize_output, precision, return_lse: as in `FlashAttentionCall`.
         """
         bind.check_query_key_value(query, key, value)
         dtype = query.dtype
@@ -224,18 +220,18 @@ class FlashAttention(Operation):
             key_segments=seen.key_segments,
             query_positions=seen.query_positions,
             key_positions=seen.key_positions,
-            sinks=bind.as_sinks(softmax_aux, heads),
+            softmax_aux=bind.as_sinks(softmax_aux, heads),
             dropout_streams=dropout_streams if rate else None,
         )
         call = FlashAttentionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
-            scale=scale,
+            softmax_scale=scale,
             causal=seen.causal,
             query_offset=seen.query_offset,
             window=seen.window,
             chunk_size=seen.chunk_size,
             prefix=seen.prefix,
-            soft_cap=as_soft_cap(logits_soft_cap),
+            logits_soft_cap=as_soft_cap(logits_soft_cap),
             dropout_rate=rate,
             normalize_output=as_flag("normalize_output", normalize_output),
             logits_dtype=bind.as_logits_dtype(logits_dtype, query.dtype),
@@ -273,7 +269,7 @@ class FlashAttention(Operation):
             "key_segments": "b? s",
             "query_positions": "b? t",
             "key_positions": "b? s",
-            "sinks": "b? h n",
+            "softmax_aux": "b? h n",
             "dropout_streams": "b h w",
             "out": "b t h v",
             "lse": "b t h",

@@ -30,7 +30,7 @@ _FEW_TOKENS_OF_DOCUMENTS = 4096
 _PACKED_WINDOW = 256
 """Keys; up to here Mosaic GPU's forward kernel packs the heads that share keys."""
 _UNTIMED_ATTENTION = {
-    "sinks": "sinks",
+    "softmax_aux": "sinks",
     "query_positions": "positions",
     "key_positions": "positions",
     "chunk_size": "chunks",
@@ -120,7 +120,9 @@ def _attention_on_cuda(call: FlashAttentionCall, phase: Phase, target: Target) -
     wide, short = call.value.shape[3] > 128, _is_short(call)
     if short and wide and sees_all:
         return Priority(BEHIND_MOSAIC_GPU, "of few tokens that see all keys, Mosaic GPU's was faster for wide heads")
-    if narrow or ((wide or sees_all or _is_chunk(call) or (call.causal and not shared)) and (call.soft_cap is None or short)):
+    if narrow or (
+        (wide or sees_all or _is_chunk(call) or (call.causal and not shared)) and (call.logits_soft_cap is None or short)
+    ):
         return Priority(FIRST)
     return Priority(
         BEHIND_MOSAIC_GPU,
@@ -131,7 +133,7 @@ def _attention_on_cuda(call: FlashAttentionCall, phase: Phase, target: Target) -
 def _narrow_values_on_cuda(call: FlashAttentionCall) -> Priority:
     """orders_h100.json, H16 D192/128, 4096 tokens in sequences of 256, 512 and 1024, forward in us: full 55, 71, 113, Mosaic GPU
     42, 54, 80; causal 56, 66, 83, Mosaic GPU 70, 73, 84, Triton 54, 66, 94; with a cap 58, 67, 95, Mosaic GPU 71, 76, 91."""
-    if call.query.shape[1] < _SHORT and call.causal and call.soft_cap is not None:
+    if call.query.shape[1] < _SHORT and call.causal and call.logits_soft_cap is not None:
         return Priority(FIRST)
     return Priority(BEHIND_MOSAIC_GPU, "Mosaic GPU's was as fast or faster for values narrower than keys")
 
@@ -145,7 +147,7 @@ def _attention_on_cudnn(call: FlashAttentionCall, phase: Phase, target: Target) 
     if few := _few_tokens(call, phase):
         return few
     if phase == "forward":
-        sees_all = not call.causal and call.window is None and call.soft_cap is None
+        sees_all = not call.causal and call.window is None and call.logits_soft_cap is None
         if (_is_chunk(call) and call.query.shape[1] == 1) or (_is_short(call) and sees_all and call.query.shape[3] <= 128):
             return Priority(AHEAD_OF_CUDA)
         return Priority(BEHIND_TRITON, "on an H200 another kernel was faster for more than one query")
@@ -172,12 +174,12 @@ def _is_short(call: FlashAttentionCall) -> bool:
 def _few_on_triton(call: FlashAttentionCall, phase: Phase) -> Priority | None:
     """Behind Triton, for a few tokens with heads of 64 under a causal mask or a cap (in sequences of 1024, gradients take as long
     on Mosaic GPU), and forward with values narrower than keys under a causal mask."""
-    masked = call.causal or call.soft_cap is not None
+    masked = call.causal or call.logits_soft_cap is not None
     few = call.query.shape[1] <= (_SHORT if phase == "forward" else _SHORT // 2)
     if _is_short(call) and few and masked and call.query.shape[3] <= 64:
         return Priority(BEHIND_TRITON, "Triton's was faster for few tokens with heads of 64 under a mask")
     narrow_values = call.value.shape[3] < call.query.shape[3] and call.query.shape[1] < _SHORT
-    if phase == "forward" and narrow_values and call.causal and call.soft_cap is None:
+    if phase == "forward" and narrow_values and call.causal and call.logits_soft_cap is None:
         return Priority(BEHIND_TRITON, "Triton's was as fast or faster for few tokens with values narrower than keys")
     return None
 

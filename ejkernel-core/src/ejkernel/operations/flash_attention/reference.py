@@ -42,18 +42,18 @@ def _softmax(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> _Softmax
     logits = np.einsum("bthd,bshd->bhts", query, key)
     if call.logits_dtype not in ("float32", "float64"):
         logits = logits.astype(jnp.dtype(call.logits_dtype)).astype(np.float64)
-    logits = call.scale * logits
+    logits = call.softmax_scale * logits
     seen = np.broadcast_to(visible(call, inputs, np), logits.shape)
     if inputs.bias is not None:
         seen = seen & (inputs.bias != -np.inf)
         logits = logits + np.where(seen, inputs.bias, 0.0)
     slope = np.ones_like(logits)
-    if call.soft_cap is not None:
-        capped = np.tanh(logits / call.soft_cap)
-        logits, slope = call.soft_cap * capped, 1 - capped**2
+    if call.logits_soft_cap is not None:
+        capped = np.tanh(logits / call.logits_soft_cap)
+        logits, slope = call.logits_soft_cap * capped, 1 - capped**2
     logits = np.where(seen, logits, -np.inf)
 
-    sinks = np.zeros((1, logits.shape[1], 0)) if inputs.sinks is None else inputs.sinks
+    sinks = np.zeros((1, logits.shape[1], 0)) if inputs.softmax_aux is None else inputs.softmax_aux
     sinks = np.broadcast_to(sinks[:, :, None], (*logits.shape[:3], sinks.shape[-1]))
     largest = np.maximum(logits.max(-1, keepdims=True, initial=-np.inf), sinks.max(-1, keepdims=True, initial=-np.inf))
     largest = _finite(largest)
@@ -105,11 +105,11 @@ def backward(
         return gradient.reshape(batch, keys, groups, heads // groups, size).sum(3)
 
     return FlashAttentionInputs(
-        query=call.scale * np.einsum("bhts,bshd->bthd", d_logits, s.key),
-        key=per_key_head(call.scale * np.einsum("bhts,bthd->bshd", d_logits, s.query)),
+        query=call.softmax_scale * np.einsum("bhts,bshd->bthd", d_logits, s.key),
+        key=per_key_head(call.softmax_scale * np.einsum("bhts,bthd->bshd", d_logits, s.query)),
         value=per_key_head(d_value),
         bias=None if inputs.bias is None else _sum_to(d_logits, inputs.bias.shape),
-        sinks=None if inputs.sinks is None else _sum_to(d_sinks.sum(2), inputs.sinks.shape),
+        softmax_aux=None if inputs.softmax_aux is None else _sum_to(d_sinks.sum(2), inputs.softmax_aux.shape),
     )
 
 

@@ -47,11 +47,11 @@ def weights(call: Any, inputs: Any, lse: Any) -> Any:
     key_poison = repeat_heads(jnp.swapaxes(key_poison, 1, 2), heads // key_heads, axis=1)[:, :, None]
     logits = logits + (query_poison + key_poison).astype(wide)
     seen = visible(call, inputs, jnp)
-    logits = jnp.where(seen, logits, 0) * call.scale
+    logits = jnp.where(seen, logits, 0) * call.softmax_scale
     if inputs.bias is not None:
         logits = logits + jnp.where(seen, inputs.bias.astype(wide), 0)
-    if call.soft_cap is not None:
-        logits = jnp.where(logits == -jnp.inf, logits, call.soft_cap * jnp.tanh(logits / call.soft_cap))
+    if call.logits_soft_cap is not None:
+        logits = jnp.where(logits == -jnp.inf, logits, call.logits_soft_cap * jnp.tanh(logits / call.logits_soft_cap))
     total = jnp.swapaxes(lse, 1, 2)[..., None].astype(wide)
     occupied = seen & (total != -jnp.inf) & (logits != -jnp.inf)
     # Both operands are replaced before the subtraction: -inf - -inf would put NaN into the gradient of a branch not taken.

@@ -90,10 +90,10 @@ TOGGLES = {
     "key_scale": Toggle("everything", drop="k_scale"),
     "value_scale": Toggle("everything", drop="v_scale"),
     "pe_offset": Toggle("padded-channels", {"pe_offset": 7}),
-    "scale": Toggle("scale", {"softmax_scale": None}),
+    "softmax_scale": Toggle("scale", {"softmax_scale": None}),
     "window": Toggle("window", {"sliding_window": None}),
     "first_keys": Toggle("first-keys", drop="first_keys"),
-    "soft_cap": Toggle("soft-cap", {"logits_soft_cap": None}),
+    "logits_soft_cap": Toggle("soft-cap", {"logits_soft_cap": None}),
     "precision": Toggle("decode", {"precision": "default"}, program=True, dtype="float32"),
     "return_lse": Toggle("decode", {"return_lse": False}, program=True),
 }

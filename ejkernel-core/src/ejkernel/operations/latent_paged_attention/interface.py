@@ -60,9 +60,9 @@ class LatentPagedAttentionCall(Call):
 
     Attributes:
         pe_offset: the first channel of the rotary part in the pages.
-        scale: factor on the products.
+        softmax_scale: factor on the products.
         window: only the last so many keys up to the query's position are visible; None = all.
-        soft_cap: scaled products become `soft_cap * tanh(product / soft_cap)`.
+        logits_soft_cap: c in `c * tanh(product / c)`, of scaled products.
         precision: of the products: None (full precision of their dtype), or "default", "high", "highest".
         return_lse: lse is a public output.
     """
@@ -77,9 +77,9 @@ class LatentPagedAttentionCall(Call):
     value_scale: ArraySpec | None = None
     first_keys: ArraySpec | None = None
     pe_offset: int
-    scale: float
+    softmax_scale: float
     window: int | None = None
-    soft_cap: float | None = None
+    logits_soft_cap: float | None = None
     precision: str | None = None
     return_lse: bool = False
 
@@ -95,6 +95,7 @@ class LatentPagedAttention(Operation):
     Inputs = LatentPagedAttentionInputs
     Outputs = LatentPagedAttentionOutputs
     revisions = (6, ("first_keys",))
+    renamed = (("scale", "softmax_scale"), ("soft_cap", "logits_soft_cap"))
     differentiable = ("query_nope", "query_pe", "pages", "key_scale", "value_scale")
     shardable = ("b", "h")
     traceable = ("softmax_scale", "sliding_window")
@@ -132,9 +133,7 @@ class LatentPagedAttention(Operation):
             pe_offset: the first channel of the rotary part; None means r.
             softmax_scale: None means `1 / sqrt(r + e)`.
             sliding_window: w >= 1: the last w keys, the query's own position included. Traced, it becomes part of first_keys.
-            logits_soft_cap: c in `c * tanh(product / c)`, > 0.
-            precision: of the products.
-            return_lse: return `(out, lse)`.
+            logits_soft_cap, precision, return_lse: as in `LatentPagedAttentionCall`.
         """
         check_compute("query_nope", query_nope, ndim=3)
         check_compute("query_pe", query_pe, ndim=3)
@@ -166,9 +165,9 @@ class LatentPagedAttention(Operation):
         call = LatentPagedAttentionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
             pe_offset=offset,
-            scale=scale,
+            softmax_scale=scale,
             window=None if is_traced(sliding_window) else as_window(sliding_window),
-            soft_cap=as_soft_cap(logits_soft_cap),
+            logits_soft_cap=as_soft_cap(logits_soft_cap),
             precision=as_precision(precision),
             return_lse=as_flag("return_lse", return_lse),
         )

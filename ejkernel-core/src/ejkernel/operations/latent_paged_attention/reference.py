@@ -55,10 +55,10 @@ def _tokens(call: LatentPagedAttentionCall, inputs: LatentPagedAttentionInputs) 
                 rows = _of(inputs.pages, b)[page, offset]
                 latent, rotary = rows[:, :width], rows[:, call.pe_offset : call.pe_offset + rotary_width]
                 raw = inputs.query_nope[b, token] @ latent.T + inputs.query_pe[b, token] @ rotary.T
-                logits, slope = call.scale * _scale(inputs.key_scale, b) * raw, np.ones_like(raw)
-                if call.soft_cap is not None:
-                    capped = np.tanh(logits / call.soft_cap)
-                    logits, slope = call.soft_cap * capped, 1 - capped**2
+                logits, slope = call.softmax_scale * _scale(inputs.key_scale, b) * raw, np.ones_like(raw)
+                if call.logits_soft_cap is not None:
+                    capped = np.tanh(logits / call.logits_soft_cap)
+                    logits, slope = call.logits_soft_cap * capped, 1 - capped**2
                 largest = logits.max(-1, initial=-np.inf)
                 lse = largest + np.log(np.exp(logits - largest[:, None]).sum(-1)) if keys.size else largest
                 weights = np.exp(logits - lse[:, None])
@@ -89,7 +89,7 @@ def backward(
         products = d_out @ token.latent.T
         mean = (token.weights * value_scale * products).sum(-1, keepdims=True)
         d_raw = token.weights * (value_scale * products - mean + d_lse) * token.slope
-        factor = call.scale * key_scale
+        factor = call.softmax_scale * key_scale
         grad["query_nope"][token.at] += factor * d_raw @ token.latent
         grad["query_pe"][token.at] += factor * d_raw @ token.rotary
         row = np.zeros((len(token.page), inputs.pages.shape[3]))
@@ -97,7 +97,7 @@ def backward(
         row[:, call.pe_offset : call.pe_offset + rotary_width] += factor * d_raw.T @ inputs.query_pe[token.at]
         np.add.at(_of(grad["pages"], member), (token.page, token.offset), row)
         if grad["key_scale"] is not None:
-            _of(grad["key_scale"], member)[0] += call.scale * (d_raw * token.raw).sum()
+            _of(grad["key_scale"], member)[0] += call.softmax_scale * (d_raw * token.raw).sum()
         if grad["value_scale"] is not None:
             _of(grad["value_scale"], member)[0] += (token.weights * products).sum()
     return LatentPagedAttentionInputs(**{**dict.fromkeys(LatentPagedAttentionInputs._fields), **grad})

@@ -119,6 +119,6 @@ CASES = (
 TOGGLES = {
     "sequence_starts": Toggle("packed", drop="cu_seqlens"),
     "block_size": Toggle("gqa", {"block_size": 3}),
-    "scale": Toggle("gqa", {"softmax_scale": 0.1}),
+    "softmax_scale": Toggle("gqa", {"softmax_scale": 0.1}),
     "return_lse": Toggle("gqa", {"return_lse": True}, program=True),
 }

@@ -55,7 +55,7 @@ class NativeSparseAttentionCall(Call):
 
     Attributes:
         block_size: tokens per block.
-        scale: factor on `query . key`.
+        softmax_scale: factor on `query . key`.
         return_lse: lse is a public output.
     """
 
@@ -65,7 +65,7 @@ class NativeSparseAttentionCall(Call):
     block_indices: ArraySpec
     sequence_starts: ArraySpec | None = None
     block_size: int
-    scale: float
+    softmax_scale: float
     return_lse: bool = False
 
 
@@ -80,6 +80,7 @@ class NativeSparseAttention(Operation):
     Inputs = NativeSparseAttentionInputs
     Outputs = NativeSparseAttentionOutputs
     revisions = (2,)
+    renamed = (("scale", "softmax_scale"),)
     differentiable = ("query", "key", "value")
     shardable = ("b", "h")
     traceable = ("softmax_scale",)
@@ -127,7 +128,7 @@ class NativeSparseAttention(Operation):
         call = NativeSparseAttentionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
             block_size=block_size,
-            scale=scale,
+            softmax_scale=scale,
             return_lse=as_flag("return_lse", return_lse),
         )
 

@@ -39,7 +39,9 @@ def forward(call: NativeSparseAttentionCall, inputs: NativeSparseAttentionInputs
     out = np.zeros((batch, length, heads, call.value.shape[3]))
     lse = np.full((batch, length, heads), -np.inf)
     for row, token, head, shared, keys in _rows(call, inputs):
-        weights, lse[row, token, head] = _weights(inputs.query[row, token, head], inputs.key[row, keys, shared], call.scale)
+        weights, lse[row, token, head] = _weights(
+            inputs.query[row, token, head], inputs.key[row, keys, shared], call.softmax_scale
+        )
         out[row, token, head] = weights @ inputs.value[row, keys, shared]
     return NativeSparseAttentionOutputs(out, lse)
 
@@ -53,10 +55,10 @@ def backward(
     d_query, d_key, d_value = (np.zeros(array.shape) for array in (inputs.query, inputs.key, inputs.value))
     for row, token, head, shared, keys in _rows(call, inputs):
         query, d_out = inputs.query[row, token, head], cotangents.out[row, token, head]
-        weights, _ = _weights(query, inputs.key[row, keys, shared], call.scale)
+        weights, _ = _weights(query, inputs.key[row, keys, shared], call.softmax_scale)
         d_weights = inputs.value[row, keys, shared] @ d_out
         d_lse = 0.0 if cotangents.lse is None else cotangents.lse[row, token, head]
-        d_logits = call.scale * weights * (d_weights - weights @ d_weights + d_lse)
+        d_logits = call.softmax_scale * weights * (d_weights - weights @ d_weights + d_lse)
         d_query[row, token, head] = d_logits @ inputs.key[row, keys, shared]
         d_key[row, keys, shared] += np.outer(d_logits, query)
         d_value[row, keys, shared] += np.outer(weights, d_out)

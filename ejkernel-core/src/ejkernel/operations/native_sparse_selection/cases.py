@@ -114,7 +114,7 @@ CASES = (
 
 TOGGLES = {
     "count": Toggle("groups", {"count": 4}),
-    "scale": Toggle("groups", {"softmax_scale": 3.0}),
+    "softmax_scale": Toggle("groups", {"softmax_scale": 3.0}),
     "first_blocks": Toggle("packed", drop="first_blocks"),
     "block_counts": Toggle("counted", drop="block_counts"),
 }

@@ -52,7 +52,7 @@ class NativeSparseSelectionOutputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NativeSparseSelectionCall(Call):
-    """Static facts: `count`, at most n, is how many blocks a query reads; `scale` is the factor on `query . mean`."""
+    """Static facts: `count`, at most n, is how many blocks a query reads; `softmax_scale` is the factor on `query . mean`."""
 
     query: ArraySpec
     means: ArraySpec
@@ -61,7 +61,7 @@ class NativeSparseSelectionCall(Call):
     first_blocks: ArraySpec | None = None
     block_counts: ArraySpec | None = None
     count: int
-    scale: float
+    softmax_scale: float
 
 
 class NativeSparseSelection(Operation):
@@ -77,6 +77,7 @@ class NativeSparseSelection(Operation):
     Inputs = NativeSparseSelectionInputs
     Outputs = NativeSparseSelectionOutputs
     revisions = (2,)
+    renamed = (("scale", "softmax_scale"),)
     differentiable = ()
     shardable = ("b", "h")
 
@@ -138,7 +139,7 @@ class NativeSparseSelection(Operation):
         call = NativeSparseSelectionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
             count=count,
-            scale=as_scale(softmax_scale, size),
+            softmax_scale=as_scale(softmax_scale, size),
         )
         return Bound(call, inputs, lambda outputs: outputs.blocks)
 

@@ -25,7 +25,7 @@ def forward(call: NativeSparseSelectionCall, inputs: NativeSparseSelectionInputs
         own, first, members = owns[row, token], firsts[row, token], slice(head * group, (head + 1) * group)
         means = inputs.means[row, first : first + max(own + 1, 0), head]  # [n, d]
         with np.errstate(invalid="ignore", over="ignore"):
-            logits = call.scale * (inputs.query[row, token, members] @ means.T)  # [g, n]
+            logits = call.softmax_scale * (inputs.query[row, token, members] @ means.T)  # [g, n]
             weights = np.exp(logits - inputs.lse[row, token, members, None])
         scores = np.minimum(np.where(weights >= 0, weights, 0).sum(0), LARGEST)
         for rank, forced in enumerate((0, own - 1, own), 1):

@@ -32,7 +32,7 @@ class PagedAttentionInputs(NamedTuple):
     """Canonical arrays; `1|b` where the batch may share one.
 
     query `[b, N, H, D]`; key_pages and value_pages `[1|b, ...]` in the call's layout, value_pages None where key_pages hold both;
-    query_start_loc int32 `[1|b, R + 1]`; kv_lens int32 `[1|b, R]`; block_tables int32 `[1|b, R, W]`; sinks `[1|b, H, n]`;
+    query_start_loc int32 `[1|b, R + 1]`; kv_lens int32 `[1|b, R]`; block_tables int32 `[1|b, R, W]`; softmax_aux `[1|b, H, n]`;
     alibi_slopes `[1|b, H]`; qq_bias `[1|b, 1|R, Q, Q]`; key_scale and value_scale float32 `[1|b, 1|K]`; key_token_scale and
     value_token_scale float32 `[1|b, pages, page_size, 1|K]` in every layout, the factor of each stored row; first_keys int32
     `[1|b, N]`, the first key that each token may see.
@@ -44,7 +44,7 @@ class PagedAttentionInputs(NamedTuple):
     query_start_loc: Int32[Array, "#b boundaries"]
     kv_lens: Int32[Array, "#b requests"]
     block_tables: Int32[Array, "#b requests w"]
-    sinks: Float[Array, "#b h x"] = None
+    softmax_aux: Float[Array, "#b h x"] = None
     alibi_slopes: Float[Array, "#b h"] = None
     qq_bias: Float[Array, "#b #requests q q"] = None
     key_scale: Float32[Array, "#b #k"] = None
@@ -69,10 +69,10 @@ class PagedAttentionCall(Call):
     Attributes:
         layout: of the pages, a name of `_pages.LAYOUTS`.
         key_heads: the heads in use where fused pages have padding after them; None = all.
-        scale: factor on `query . key`.
+        softmax_scale: factor on `query . key`.
         causal: a key is visible up to the query's position.
         window: only the last so many keys up to the query's position are visible; None = all.
-        soft_cap: scaled products become `soft_cap * tanh(product / soft_cap)`.
+        logits_soft_cap: c in `c * tanh(product / c)`, of scaled products.
         precision: of both products: None (full precision of their dtype), or "default", "high", "highest".
         return_lse: lse is a public output.
     """
@@ -83,7 +83,7 @@ class PagedAttentionCall(Call):
     query_start_loc: ArraySpec
     kv_lens: ArraySpec
     block_tables: ArraySpec
-    sinks: ArraySpec | None = None
+    softmax_aux: ArraySpec | None = None
     alibi_slopes: ArraySpec | None = None
     qq_bias: ArraySpec | None = None
     key_scale: ArraySpec | None = None
@@ -93,10 +93,10 @@ class PagedAttentionCall(Call):
     first_keys: ArraySpec | None = None
     layout: str = "pthd"
     key_heads: int | None = None
-    scale: float
+    softmax_scale: float
     causal: bool = True
     window: int | None = None
-    soft_cap: float | None = None
+    logits_soft_cap: float | None = None
     precision: str | None = None
     return_lse: bool = False
 
@@ -134,11 +134,12 @@ class PagedAttention(Operation):
     Inputs = PagedAttentionInputs
     Outputs = PagedAttentionOutputs
     revisions = (13, ("key_token_scale", "value_token_scale", "first_keys"))
+    renamed = (("scale", "softmax_scale"), ("soft_cap", "logits_soft_cap"), ("sinks", "softmax_aux"))
     differentiable = (
         "query",
         "key_pages",
         "value_pages",
-        "sinks",
+        "softmax_aux",
         "alibi_slopes",
         "qq_bias",
         "key_scale",
@@ -191,14 +192,11 @@ class PagedAttention(Operation):
             layout: a name of `_pages.LAYOUTS`.
             key_heads: the heads in use where fused pages have padding after them.
             softmax_scale: None means `1 / sqrt(D)`; traced, the query is multiplied by it, see `scaled`.
-            causal: a key is visible up to the query's position.
             sliding_window: w >= 1: the last w keys, the query's own position included. Traced, it becomes part of first_keys, and
                 so does chunk_size, which then need not be a multiple of the page size.
             chunk_size: only keys of the query's own chunk of this many positions are visible; a multiple of the page size. The
                 call has a request for each chunk in the place of those that are given.
-            logits_soft_cap: c in `c * tanh(product / c)`, > 0.
-            precision: of the products.
-            return_lse: return `(out, lse)`.
+            causal, logits_soft_cap, precision, return_lse: as in `PagedAttentionCall`.
         """
         check_compute("query", query, ndim=3)
         _pages.check_layout(layout)
@@ -231,7 +229,7 @@ class PagedAttention(Operation):
             query_start_loc=starts,
             kv_lens=lengths,
             block_tables=tables,
-            sinks=bind.as_sinks(softmax_aux, heads),
+            softmax_aux=bind.as_sinks(softmax_aux, heads),
             alibi_slopes=_as_slopes(alibi_slopes, heads),
             qq_bias=_as_qq_bias(qq_bias, lengths.shape[1]),
             key_scale=key_scale,
@@ -244,10 +242,10 @@ class PagedAttention(Operation):
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
             layout=layout,
             key_heads=key_heads,
-            scale=scale,
+            softmax_scale=scale,
             causal=causal,
             window=as_window(sliding_window),
-            soft_cap=as_soft_cap(logits_soft_cap),
+            logits_soft_cap=as_soft_cap(logits_soft_cap),
             precision=as_precision(precision),
             return_lse=as_flag("return_lse", return_lse),
         )
@@ -280,7 +278,7 @@ class PagedAttention(Operation):
             "query_start_loc": "b? l",
             "kv_lens": "b? r",
             "block_tables": "b? r w",
-            "sinks": f"b? {head} x",
+            "softmax_aux": f"b? {head} x",
             "alibi_slopes": f"b? {head}",
             "qq_bias": "b? r? i j",
             "key_scale": f"b? {key_head}?",

@@ -95,10 +95,10 @@ class _Attended:
         self.value_token_scale = _at_rows(_of(inputs.value_token_scale, row.member), row)
         self.value_scale = self.value_head_scale * self.value_token_scale
         self.raw = self.key @ self.query
-        logits, self.slope = call.scale * self.key_scale * self.raw, np.ones(len(self.raw))
-        if call.soft_cap is not None:
-            capped = np.tanh(logits / call.soft_cap)
-            logits, self.slope = call.soft_cap * capped, 1 - capped**2
+        logits, self.slope = call.softmax_scale * self.key_scale * self.raw, np.ones(len(self.raw))
+        if call.logits_soft_cap is not None:
+            capped = np.tanh(logits / call.logits_soft_cap)
+            logits, self.slope = call.logits_soft_cap * capped, 1 - capped**2
         if inputs.alibi_slopes is not None:
             logits = logits + _of(inputs.alibi_slopes, row.member)[row.head] * (row.keys - row.position)
         if inputs.qq_bias is not None:
@@ -106,7 +106,7 @@ class _Attended:
             logits = logits + np.where(
                 row.new >= 0, bias[row.request % len(bias), min(row.local, bias.shape[-1] - 1), row.new], 0
             )
-        sinks = np.zeros(0) if inputs.sinks is None else _of(inputs.sinks, row.member)[row.head]
+        sinks = np.zeros(0) if inputs.softmax_aux is None else _of(inputs.softmax_aux, row.member)[row.head]
         every = np.concatenate([logits, sinks])
         largest = every.max(initial=-np.inf)
         self.lse = -np.inf if largest == -np.inf else largest + np.log(np.exp(every - largest).sum())
@@ -144,27 +144,27 @@ def backward(
         d_logits = seen.weights * (d_weights - mean + d_lse)
         d_raw = d_logits * seen.slope
 
-        grad.query[where] += call.scale * (seen.key_scale * d_raw) @ seen.key
+        grad.query[where] += call.softmax_scale * (seen.key_scale * d_raw) @ seen.key
         keys, values = token_major(_of(grad.key_pages, row.member), call.layout)
         values = values if values is not None else token_major(_of(grad.value_pages, row.member), call.layout)[0]
         for number, (page, offset) in enumerate(zip(row.page, row.offset, strict=True)):
             d_key, d_value = keys[page, offset, row.key_head], values[page, offset, row.key_head]
-            d_key[: len(seen.query)] += call.scale * seen.key_scale[number] * d_raw[number] * seen.query
+            d_key[: len(seen.query)] += call.softmax_scale * seen.key_scale[number] * d_raw[number] * seen.query
             d_value[: call.value_size] += seen.value_scale[number] * seen.weights[number] * d_out
         for scale, part in (
-            (grad.key_scale, call.scale * (d_raw @ (seen.key_token_scale * seen.raw))),
+            (grad.key_scale, call.softmax_scale * (d_raw @ (seen.key_token_scale * seen.raw))),
             (grad.value_scale, (seen.weights * seen.value_token_scale) @ products),
         ):
             if scale is not None:
                 _of(scale, row.member)[row.key_head % scale.shape[1]] += part
         for scale, parts in (
-            (grad.key_token_scale, call.scale * seen.key_head_scale * d_raw * seen.raw),
+            (grad.key_token_scale, call.softmax_scale * seen.key_head_scale * d_raw * seen.raw),
             (grad.value_token_scale, seen.value_head_scale * seen.weights * products),
         ):
             if scale is not None:
                 np.add.at(_of(scale, row.member), (row.page, row.offset, row.key_head % scale.shape[3]), parts)
-        if grad.sinks is not None:
-            _of(grad.sinks, row.member)[row.head] += seen.sink_weights * (d_lse - mean)
+        if grad.softmax_aux is not None:
+            _of(grad.softmax_aux, row.member)[row.head] += seen.sink_weights * (d_lse - mean)
         if grad.alibi_slopes is not None:
             _of(grad.alibi_slopes, row.member)[row.head] += d_logits @ (row.keys - row.position)
         if grad.qq_bias is not None:

@@ -84,6 +84,6 @@ CASES = (
 
 TOGGLES = {
     "value_size": Toggle("rope-part", {"value_size": 6}),
-    "scale": Toggle("rope-part", {"softmax_scale": 0.1}),
+    "softmax_scale": Toggle("rope-part", {"softmax_scale": 0.1}),
     "return_lse": Toggle("rope-part", {"return_lse": True}, program=True),
 }

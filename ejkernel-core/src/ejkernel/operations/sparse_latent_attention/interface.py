@@ -47,7 +47,7 @@ class SparseLatentAttentionCall(Call):
 
     Attributes:
         value_size: channels of key_value that are values.
-        scale: factor on `query . key_value`.
+        softmax_scale: factor on `query . key_value`.
         return_lse: lse is a public output.
     """
 
@@ -55,7 +55,7 @@ class SparseLatentAttentionCall(Call):
     key_value: ArraySpec
     token_indices: ArraySpec
     value_size: int
-    scale: float
+    softmax_scale: float
     return_lse: bool = False
 
 
@@ -71,6 +71,7 @@ class SparseLatentAttention(Operation):
     Inputs = SparseLatentAttentionInputs
     Outputs = SparseLatentAttentionOutputs
     revisions = (1,)
+    renamed = (("scale", "softmax_scale"),)
     differentiable = ("query", "key_value")
     shardable = ("b", "h")
     traceable = ("softmax_scale",)
@@ -121,7 +122,7 @@ class SparseLatentAttention(Operation):
         call = SparseLatentAttentionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
             value_size=values,
-            scale=scale,
+            softmax_scale=scale,
             return_lse=as_flag("return_lse", return_lse),
         )
 

@@ -25,7 +25,7 @@ def _rows(inputs: SparseLatentAttentionInputs) -> Iterator[tuple[int, int, Any]]
 
 def _weights(call: SparseLatentAttentionCall, query: Any, latents: Any) -> tuple[Any, Any]:
     """Weights `[h, k]` and their log-sum-exp `[h]`."""
-    logits = call.scale * query @ latents.T
+    logits = call.softmax_scale * query @ latents.T
     largest = logits.max(-1, keepdims=True)
     exponentials = np.exp(logits - largest)
     total = exponentials.sum(-1, keepdims=True)
@@ -54,7 +54,7 @@ def backward(
         weights, _ = _weights(call, query, latents)
         d_weights = d_out @ latents[:, : call.value_size].T
         d_lse = 0.0 if cotangents.lse is None else cotangents.lse[row, token][:, None]
-        d_logits = call.scale * weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True) + d_lse)
+        d_logits = call.softmax_scale * weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True) + d_lse)
         d_query[row, token] = d_logits @ latents
         d_key_value[row, named] += d_logits.T @ query
         d_key_value[row, named, : call.value_size] += weights.T @ d_out

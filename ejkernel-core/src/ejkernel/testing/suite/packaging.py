@@ -78,8 +78,9 @@ def test_accepted_fields_exist(platform_name: str) -> None:
     for candidate in kernel_registry.list_implementations():
         implementation, operation = candidate.implementation, candidate.implementation.operation
         if is_of(candidate, platform_name) and operation in OPERATIONS:
-            optional = get_operation(operation).optional_fields
-            unknown = {*(implementation.accepts or implementation.without)} - {*optional}
+            owner = get_operation(operation)
+            optional, former = owner.optional_fields, {old for old, _ in owner.renamed}
+            unknown = {*(implementation.accepts or implementation.without)} - {*optional} - former
             assert not unknown, f"{candidate.id} names {', '.join(sorted(unknown))}, {operation} has {', '.join(optional)}"
 
 

@@ -53,10 +53,10 @@ def _feature_refusal(call: FlashAttentionCall) -> str | None:
         "query_segments": "segments and lengths are not passed to cuDNN: queries that see no key must give 0",
         "query_positions": "cuDNN counts positions itself",
         "key_positions": "cuDNN counts positions itself",
-        "sinks": "XLA passes no sinks to cuDNN",
+        "softmax_aux": "XLA passes no sinks to cuDNN",
         "chunk_size": "cuDNN has no chunks",
         "prefix": "cuDNN has no prefix in its causal mask",
-        "soft_cap": "XLA passes no soft cap to cuDNN",
+        "logits_soft_cap": "XLA passes no soft cap to cuDNN",
     }
     for name, reason in arrays.items():
         if getattr(call, name) is not None:
@@ -67,8 +67,8 @@ def _feature_refusal(call: FlashAttentionCall) -> str | None:
         return "normalize_output=False: cuDNN returns normalised output only"
     if call.logits_dtype != "float32":
         return f"logits_dtype is {call.logits_dtype}, cuDNN keeps logits in float32"
-    if not call.scale > 0:
-        return f"softmax_scale is {call.scale}, cuDNN needs one above 0"
+    if not call.softmax_scale > 0:
+        return f"softmax_scale is {call.softmax_scale}, cuDNN needs one above 0"
     return None
 
 

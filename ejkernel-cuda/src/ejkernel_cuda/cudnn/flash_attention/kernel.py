@@ -57,7 +57,7 @@ def _planned(call: FlashAttentionCall) -> tuple[Band, MaskParams]:
     band = band_of(call)
     if isinstance(band, str):
         raise NotImplementedError(band)  # `supports` says so first
-    return band, MaskParams(call.scale, band.causal, band.window)
+    return band, MaskParams(call.softmax_scale, band.causal, band.window)
 
 
 def _finite(array: Any) -> Any:

@@ -29,8 +29,8 @@ def _refusal(call: FlashAttentionCall, target: Target) -> str | None:
 def _feature_refusal(call: FlashAttentionCall) -> str | None:
     if not call.normalize_output:
         return "normalize_output=False: the gradient needs each row's maximum logit, which is not saved"
-    if call.sinks is not None and call.sinks.dtype not in ("float32", "bfloat16", "float16"):
-        return f"sinks are {call.sinks.dtype}, needs float32, bfloat16 or float16"
+    if call.softmax_aux is not None and call.softmax_aux.dtype not in ("float32", "bfloat16", "float16"):
+        return f"sinks are {call.softmax_aux.dtype}, needs float32, bfloat16 or float16"
     return None
 
 

@@ -90,7 +90,7 @@ def can_pack_gqa(call: FlashAttentionCall) -> bool:
     """Whether the query heads of a key head can be rows of one consumer: TMA stores whole groups of 8 rows. Arrays indexed by
     query head or query token are not supported in that order."""
     group = call.query.shape[2] // call.key.shape[2]
-    known = (call.bias, call.sinks, call.query_segments, call.query_positions)
+    known = (call.bias, call.softmax_aux, call.query_segments, call.query_positions)
     return group % 8 == 0 and ROWS % group == 0 and all(spec is None for spec in known)
 
 

@@ -56,8 +56,8 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         arrays.append(bias.stored(inputs.bias, queries, call.key.shape[1]))
     if params.token_info:
         arrays.append(tile_ranges(call, inputs, block_q, config.block_k, by_key=False))
-    if inputs.sinks is not None:
-        arrays.append(_sink_starts(inputs.sinks, params))
+    if inputs.softmax_aux is not None:
+        arrays.append(_sink_starts(inputs.softmax_aux, params))
     plan = Forward(
         params=params,
         config=config,
@@ -66,7 +66,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         value_size=value_size,
         dtype=call.query.dtype,
         ranges=bool(params.token_info),
-        sinks=inputs.sinks is not None,
+        sinks=inputs.softmax_aux is not None,
         save_lse=saved,
         packed=packed,
         bias=bias,
@@ -91,11 +91,11 @@ def backward(
     config: BackwardConfig,
 ) -> FlashAttentionInputs:
     delta = _delta(outputs, cotangents)
-    d_sinks = None if inputs.sinks is None else _sink_gradient(inputs.sinks, outputs.lse, delta)
+    d_sinks = None if inputs.softmax_aux is None else _sink_gradient(inputs.softmax_aux, outputs.lse, delta)
     if not _score_count(call):
         zeros = (vary_like(jnp.zeros(x.shape, x.dtype), inputs) for x in inputs[:3])
         d_bias = None if inputs.bias is None else vary_like(jnp.zeros(inputs.bias.shape, inputs.bias.dtype), inputs)
-        return FlashAttentionInputs(*zeros, bias=d_bias, sinks=d_sinks)
+        return FlashAttentionInputs(*zeros, bias=d_bias, softmax_aux=d_sinks)
     params, (size, value_size) = mask_params_of(call), sizes_of(call)
     arrays = (*inputs[:3], cotangents.out)
     widths = (size, size, value_size, value_size)
@@ -104,7 +104,7 @@ def backward(
     for wanted in (*((("key",), ("value",)) if config.separate_dk_dv else (("key", "value"),)), ("query",)):
         found |= _gradients(call, inputs, [*_nan_safe_operands(arrays, widths, params, wanted), rows], config, wanted)
     gradients = (_cut(found[name], getattr(inputs, name).shape) for name in ("query", "key", "value"))
-    return FlashAttentionInputs(*gradients, bias=_bias_gradient(call, inputs, cotangents.out, rows), sinks=d_sinks)
+    return FlashAttentionInputs(*gradients, bias=_bias_gradient(call, inputs, cotangents.out, rows), softmax_aux=d_sinks)
 
 
 def _gradients(
@@ -242,8 +242,8 @@ def _without_keys(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> tup
     rows = call.query.shape[:3]
     out = jnp.zeros((*rows, call.value.shape[3]), call.query.dtype)
     lse = jnp.full(rows, -jnp.inf, jnp.float32)
-    if inputs.sinks is not None:
-        largest, total = _sink_sums(inputs.sinks)
+    if inputs.softmax_aux is not None:
+        largest, total = _sink_sums(inputs.softmax_aux)
         lse = jnp.broadcast_to((jnp.where(total > 0, largest, 0) + jnp.log(total))[:, None], rows)
     return vary_like(out, inputs), vary_like(lse, inputs)
 

@@ -236,11 +236,13 @@ def mask_params_of(call: FlashAttentionCall) -> MaskParams:
         chunk=chunk if positions else min(chunk, farthest),
         offset=call.query_offset,
         token_info=token_info,
-        scale=call.scale,
-        cap=call.soft_cap,
+        scale=call.softmax_scale,
+        cap=call.logits_soft_cap,
         approx_tanh=call.query.dtype == "bfloat16",
         bias=call.bias is not None,
-        bounded=call.query.dtype == "bfloat16" and call.sinks is None and (call.soft_cap or math.inf) * LOG2_E <= BOUND,
+        bounded=call.query.dtype == "bfloat16"
+        and call.softmax_aux is None
+        and (call.logits_soft_cap or math.inf) * LOG2_E <= BOUND,
     )
 
 

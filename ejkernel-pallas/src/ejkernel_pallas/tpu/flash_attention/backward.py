@@ -70,7 +70,7 @@ def _key_kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, operan
 
     @pl.when(((packed & lists.LAST) != 0) & (i_member == group - 1))
     def _finish() -> None:
-        r_d_key[...] = (r_key_sum[...] * call.scale).astype(r_d_key.dtype)
+        r_d_key[...] = (r_key_sum[...] * call.softmax_scale).astype(r_d_key.dtype)
         r_d_value[...] = r_value_sum[...].astype(r_d_value.dtype)
 
 
@@ -92,7 +92,7 @@ def _query_kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, oper
 
     @pl.when((packed & lists.LAST) != 0)
     def _finish() -> None:
-        r_d_query[...] = (r_sum[...] * call.scale).astype(r_d_query.dtype)
+        r_d_query[...] = (r_sum[...] * call.softmax_scale).astype(r_d_query.dtype)
 
 
 def _bias_kernel(*refs: Any, call: FlashAttentionCall, operands: Operands, scores: Scores) -> None:
@@ -289,7 +289,7 @@ def _params(name: str, *semantics: str) -> Any:
 
 def _sinks_gradient(data: _Backward) -> Any:
     """Gradient of the sinks, with weights from the log-sum-exp; a fully masked row without sinks has none."""
-    sinks = data.inputs.sinks
+    sinks = data.inputs.softmax_aux
     lse = jnp.where(data.empty, jnp.inf, data.lse)[..., None]  # [b, t, h, 1]
     weights = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse)
     gradient = -jnp.sum(weights * data.mean[..., None], axis=1)
@@ -306,12 +306,12 @@ def backward(
 ) -> FlashAttentionInputs:
     gradients: dict[str, Any] = {
         name: jnp.zeros_like(value)
-        for name in ("query", "key", "value", "bias", "sinks")
+        for name in ("query", "key", "value", "bias", "softmax_aux")
         if (value := getattr(inputs, name)) is not None
     }
     data = _Backward(call, inputs, outputs, cotangents)
-    if inputs.sinks is not None:
-        gradients["sinks"] = _sinks_gradient(data)
+    if inputs.softmax_aux is not None:
+        gradients["softmax_aux"] = _sinks_gradient(data)
     if inputs.query.size and inputs.key.size:
         gradients["key"], gradients["value"] = _key_gradients(data, config.key_block_q, config.key_block_k)
         gradients["query"] = _query_gradient(data, config.query_block_q, config.query_block_k)

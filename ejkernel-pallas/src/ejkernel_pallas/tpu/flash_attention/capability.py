@@ -16,7 +16,7 @@ MAX_STREAM_BYTES = 1 << 17
 def supports(call: FlashAttentionCall, target: Target) -> str | None:
     if target.backend != "tpu":
         return f"needs a TPU, the target is {target}"
-    for name in ("query", "key", "value", "bias", "sinks"):
+    for name in ("query", "key", "value", "bias", "softmax_aux"):
         spec = getattr(call, name)
         if spec is not None and spec.dtype not in DTYPES:
             return f"{name} is {spec.dtype}, needs {' or '.join(DTYPES)}"

@@ -32,7 +32,7 @@ def _extras(operands: Operands, queries: int, keys: int, pairs: int) -> Blocks:
 def _estimate(operands: Operands, tiles: int, width: int, blocks: Blocks, lists: int) -> Any:
     """Cost of `tiles` tiles with `width` multiply-adds per score."""
     scores = tiles * operands.block_q * operands.block_k
-    transcendentals = scores * (1 if operands.call.soft_cap is None else 2)
+    transcendentals = scores * (1 if operands.call.logits_soft_cap is None else 2)
     return cost_estimate(2 * scores * width, transcendentals, block_traffic(blocks) + 4 * lists)
 
 

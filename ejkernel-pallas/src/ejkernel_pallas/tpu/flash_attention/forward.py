@@ -49,8 +49,8 @@ def _kernel(*refs: Any, call: FlashAttentionCall, tiles: lists.Tiles, operands: 
     @pl.when((packed & lists.FIRST) != 0)
     def _start() -> None:
         start, total = MASK_VALUE, 0.0
-        if call.sinks is not None:
-            i_sinks = 2 * (i_head + (i_batch * call.query.shape[2] if call.sinks.shape[0] > 1 else 0))
+        if call.softmax_aux is not None:
+            i_sinks = 2 * (i_head + (i_batch * call.query.shape[2] if call.softmax_aux.shape[0] > 1 else 0))
             start, total = r_sinks[i_sinks], r_sinks[i_sinks + 1]
         r_acc[...] = jnp.zeros_like(r_acc)
         r_max[...] = jnp.full(r_max.shape, start, jnp.float32)
@@ -144,7 +144,7 @@ def forward(call: FlashAttentionCall, inputs: FlashAttentionInputs, config: Forw
         name=NAME,
     )(
         jnp.asarray(tiles.packed),
-        _sink_sums(inputs.sinks),
+        _sink_sums(inputs.softmax_aux),
         query,
         with_tokens_as_rows(key, columns),
         with_tokens_as_lanes(value, columns),
@@ -168,7 +168,7 @@ def _without_keys(call: FlashAttentionCall, inputs: FlashAttentionInputs, wants_
     rows = call.query.shape[:3]
     out = jnp.zeros((*rows, call.value.shape[3]), call.query.dtype)
     lse = jnp.full(rows, -jnp.inf, jnp.float32)
-    if inputs.sinks is not None:
-        total = jax.nn.logsumexp(inputs.sinks.astype(jnp.float32), axis=-1)
+    if inputs.softmax_aux is not None:
+        total = jax.nn.logsumexp(inputs.softmax_aux.astype(jnp.float32), axis=-1)
         lse = jnp.broadcast_to(total[:, None], rows)
     return FlashAttentionOutputs(out, lse if wants_lse else None)

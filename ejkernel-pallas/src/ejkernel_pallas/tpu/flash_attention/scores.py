@@ -194,12 +194,12 @@ class Tile:
         if call.logits_dtype != "float32":
             qk = qk.astype(call.logits_dtype).astype(jnp.float32)
         bias = None if self.bias is None or call.bias is None else Scores.of(call.bias).read(self.bias, start, qk.shape[0])
-        if call.soft_cap is None:
-            logits = qk * (call.scale * LOG2_E)
+        if call.logits_soft_cap is None:
+            logits = qk * (call.softmax_scale * LOG2_E)
             return (logits if bias is None else logits + bias * LOG2_E), None, bias
-        logits = qk * (call.scale / call.soft_cap)
-        logits = jnp.tanh(logits if bias is None else logits + bias * (1 / call.soft_cap))
-        return logits * (call.soft_cap * LOG2_E), 1.0 - logits * logits, bias
+        logits = qk * (call.softmax_scale / call.logits_soft_cap)
+        logits = jnp.tanh(logits if bias is None else logits + bias * (1 / call.logits_soft_cap))
+        return logits * (call.logits_soft_cap * LOG2_E), 1.0 - logits * logits, bias
 
     def visible(self, shape: tuple[int, int], start: int, bias: Any, *, queries_end: bool) -> Any:
         """Visibility mask, bool `[size, BQ]`. With `queries_end`, queries past the end are masked."""

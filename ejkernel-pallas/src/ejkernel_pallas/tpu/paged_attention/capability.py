@@ -15,7 +15,7 @@ DTYPES = ("float32", "bfloat16")
 def supports(call: PagedAttentionCall, target: Target) -> str | None:
     if target.backend != "tpu":
         return f"needs a TPU, the target is {target}"
-    for name in ("query", "key_pages", "value_pages", "sinks", "alibi_slopes", "qq_bias", "key_scale", "value_scale"):
+    for name in ("query", "key_pages", "value_pages", "softmax_aux", "alibi_slopes", "qq_bias", "key_scale", "value_scale"):
         spec, wanted = getattr(call, name), STORED if name.endswith("_pages") else DTYPES
         if spec is not None and spec.dtype not in wanted:
             return f"{name} is {spec.dtype}, needs {' or '.join(wanted)}"

@@ -128,7 +128,9 @@ def vmem_bytes(call: PagedAttentionCall, config: Config) -> int:
     total += block_bytes((passes, rows, value_size), "float32") + 2 * block_bytes((passes, rows, LANES), "float32")
     total += block_bytes((8, shape.keys), "float32")
     total += 2 * block_bytes((config.block_q, heads), "float32")
-    total += sum(2 * block_bytes((heads, shape.group, LANES), "float32") for spec in (call.sinks, call.alibi_slopes) if spec)
+    total += sum(
+        2 * block_bytes((heads, shape.group, LANES), "float32") for spec in (call.softmax_aux, call.alibi_slopes) if spec
+    )
     if call.qq_bias is not None:
         width = call.qq_bias.shape[-1]
         total += 2 * 2 * block_bytes((width, width), "float32") + 4 * block_bytes(

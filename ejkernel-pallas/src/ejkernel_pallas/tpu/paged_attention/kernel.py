@@ -53,7 +53,12 @@ def forward(call: PagedAttentionCall, inputs: PagedAttentionInputs, config: Conf
             items,
             make_requests(call, starts, lengths, inputs.block_tables),
             inputs.block_tables.reshape(-1),
-            _factors(call, inputs.key_scale, batch, call.scale * (LOG2E if call.soft_cap is None else 1 / call.soft_cap)),
+            _factors(
+                call,
+                inputs.key_scale,
+                batch,
+                call.softmax_scale * (LOG2E if call.logits_soft_cap is None else 1 / call.logits_soft_cap),
+            ),
             _factors(call, inputs.value_scale, batch, 1.0),
         ),
         query,
@@ -127,8 +132,8 @@ def _operands(params: Params, inputs: PagedAttentionInputs) -> dict[str, tuple[A
 
         return values, pl.BlockSpec((None, None, *values.shape[2:]), at)
 
-    if inputs.sinks is not None:
-        found["sinks"] = per_member(_lanes(call, jax.nn.logsumexp(inputs.sinks.astype(jnp.float32), axis=-1)))
+    if inputs.softmax_aux is not None:
+        found["sinks"] = per_member(_lanes(call, jax.nn.logsumexp(inputs.softmax_aux.astype(jnp.float32), axis=-1)))
     if inputs.alibi_slopes is not None:
         found["slopes"] = per_member(_lanes(call, inputs.alibi_slopes))
     if inputs.qq_bias is not None:

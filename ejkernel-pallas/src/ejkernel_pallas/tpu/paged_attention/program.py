@@ -353,8 +353,8 @@ class Program:
     def _masked(self, work: Work, step: Any, logits: Any, i_pass: Any, tokens: int, *, edge: bool) -> tuple[Any, Any]:
         """Logits of one pass with soft cap, slopes and bias, and at an edge their visibility mask."""
         call, rows, keys = self.params.call, *logits.shape
-        if call.soft_cap is not None:
-            logits = (call.soft_cap * LOG2E) * jnp.tanh(logits)
+        if call.logits_soft_cap is not None:
+            logits = (call.logits_soft_cap * LOG2E) * jnp.tanh(logits)
         if not edge and self.blocks.slopes is None:
             return logits, None
         token = jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0) & (tokens - 1)
