@@ -20,6 +20,7 @@ pytest.importorskip("triton", reason="install triton to run Triton kernels in it
 import triton
 import triton.language as tl
 
+from ejkernel_triton import testing
 from ejkernel_triton._jax_triton import call_kernel
 
 PROGRAM = """
@@ -137,3 +138,20 @@ def test_products_of_float32_are_as_exact_as_on_a_gpu(monkeypatch, precision, le
     infinite = np.where(left > 1.5, np.inf, left)
     out = call_kernel(product_kernel, (infinite, np.abs(right)), outputs, grid=1, num_warps=4, PRECISION=precision)[0]
     np.testing.assert_array_equal(np.isposinf(out), np.isposinf(infinite @ np.abs(right)))
+
+
+@triton.jit
+def _to_float8_kernel(p_x, p_out, SIZE: tl.constexpr):
+    offsets = tl.arange(0, SIZE)
+    tl.store(p_out + offsets, tl.load(p_x + offsets).to(p_out.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_float8_is_rounded_to_nearest_even_and_saturated(dtype):
+    """As a GPU does; Triton's own interpreter makes 125 to 128 into 64, and NaN a number."""
+    x = np.array(
+        [1.0625, 1.1875, 126.5, 1e-3, 2.0**-10, -0.0, np.inf, -1e9, np.nan, 3e-6] + [0.1 * i for i in range(22)], np.float32
+    )
+    (got,) = testing.interpreted_call(_to_float8_kernel, (x,), (((32,), dtype),), grid=1, num_warps=1, SIZE=32)
+    most = float(jnp.finfo(dtype).max)
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint8), np.clip(x, -most, most).astype(dtype).view(np.uint8))

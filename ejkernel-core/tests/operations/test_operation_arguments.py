@@ -398,6 +398,13 @@ REFUSED: dict[str, list[Any]] = {
         ((X[0], ROWS[0]), {}, ValueError, "positions: got shape .* with 1 axes, expected 2 axes"),
         ((X.reshape(6, 8), ROWS, EIGHT), {}, ValueError, r"weights: got shape \(8,\), expected \(2, 3\) = \[T, k\]"),
     ],
+    "quantize_float8": [
+        ((X[0, 0, 0],), {}, ValueError, r"x: got shape \(\), expected \[..., K\]"),
+        ((X,), {"transposed": True}, ValueError, r"x: got shape .*, expected \[M, K\] with transposed=True"),
+        ((X[0], EIGHT), {}, ValueError, r"scale: got shape \(8,\), expected one number"),
+        ((X[0],), {"dtype": "int8"}, ValueError, "dtype: got int8, expected float8_e4m3fn or float8_e5m2"),
+        ((X[0],), {"dtype": "float9"}, ValueError, "dtype: got 'float9', expected float8_e4m3fn or float8_e5m2"),
+    ],
     "scaled_matmul": [
         ((X[0], N8, ONE, ONE), {}, TypeError, "lhs: got dtype float32, expected int8, float8_e4m3fn or float8_e5m2; divide it"),
         ((N8[0, 0], N8, ONE, ONE), {}, ValueError, r"lhs: got shape \(\), expected \[..., K\]"),

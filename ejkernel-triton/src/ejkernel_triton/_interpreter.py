@@ -160,6 +160,20 @@ def _cast(builder: Any, source: Any, target: Any) -> Any:
     return _cast_before(builder, source, target)
 
 
+_float_cast_before = interpreter.InterpreterBuilder.create_fp_to_fp
+_FLOAT8 = {tl.float8e4nv: jnp.float8_e4m3fn, tl.float8e5: jnp.float8_e5m2}
+
+
+def _float_cast(builder: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """The interpreter rounds ties away from zero, loses a carry into the exponent and makes NaN a number; a GPU rounds to nearest
+    even, and what is too large, or infinite, to the largest number."""
+    dtype = _FLOAT8.get(target.scalar)
+    if dtype is None or source.data.dtype not in (np.float32, np.float16):
+        return _float_cast_before(builder, source, target, rounding)
+    most = float(jnp.finfo(dtype).max)
+    return interpreter.TensorHandle(np.clip(source.data, -most, most).astype(dtype).view(np.uint8), target.scalar)
+
+
 @contextlib.contextmanager
 def _library_interpreted() -> Generator[None]:
     """Triton's own library (`tl.sum`) sees the language as `core`, which a kernel's module does not name: both are patched."""
@@ -235,6 +249,7 @@ def _interpreted(
             interpreter.InterpreterBuilder,
             create_dot=_dot,
             cast_impl=_cast,
+            create_fp_to_fp=_float_cast,
             create_masked_load=_masked_load,
             create_masked_store=_masked_store,
         ),

@@ -56,6 +56,7 @@ def ejkernel_plugin() -> Plugin:
             _implementation("native_sparse_selection", "forward"),
             _implementation("paged_attention", "forward"),
             _implementation("paged_cache_update", "forward"),
+            _implementation("quantize_float8", "forward"),
             *_both_phases("quantized_matmul", contract=2),
             *_both_phases("rms_norm"),
             *_both_phases("rope"),

@@ -64,6 +64,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("paged_attention", contract=2, configs="ejkernel_xla.paged_attention.config:CONFIGS"),
             *_both_phases("paged_cache_update"),
             *_both_phases("qk_norm_rope"),
+            *_phases("quantize_float8", ("forward",)),
             *_both_phases("quantized_matmul", contract=2, configs="ejkernel_xla.quantized_matmul.config:CONFIGS"),
             *_both_phases("rms_norm"),
             *_both_phases("rope"),

@@ -9,10 +9,21 @@ from ejkernel._pipeline.arguments import public, split
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_api
 from ejkernel.operations.grouped_matmul.interface import OPERATION as _GROUPED_MATMUL
+from ejkernel.operations.quantize_float8.interface import OPERATION as _QUANTIZE_FLOAT8, QuantizedFloat8
 from ejkernel.operations.quantized_matmul.interface import OPERATION as _QUANTIZED_MATMUL
 from ejkernel.operations.scaled_matmul.interface import OPERATION as _SCALED_MATMUL
 
-__all__ = ["GroupedMatmul", "QuantizedMatmul", "ScaledMatmul", "grouped_matmul", "quantized_matmul", "scaled_matmul"]
+__all__ = [
+    "GroupedMatmul",
+    "QuantizeFloat8",
+    "QuantizedFloat8",
+    "QuantizedMatmul",
+    "ScaledMatmul",
+    "grouped_matmul",
+    "quantize_float8",
+    "quantized_matmul",
+    "scaled_matmul",
+]
 
 _TPU_PATHS = ("hybrid", "packed", "predecode")
 
@@ -139,6 +150,40 @@ def quantized_matmul(
 
 
 @public()
+def quantize_float8(
+    x: t.BatchedRows,
+    scale: t.Scalar | None = None,
+    *,
+    dtype: t.DTypeLike = "float8_e4m3fn",
+    transposed: t.Flag = False,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> QuantizedFloat8:
+    """Float8 values that times a scale are about x, for `scaled_matmul`, in one pass that also finds the largest number.
+
+    `values = clip(x / scale, -most, most)`, divided in float32 and rounded to the nearest, ties to even; NaN stays NaN. There is
+    no gradient.
+
+    Args:
+        x: `[..., K]`, float32, bfloat16 or float16.
+        scale: one number, may be traced: of the largest values of earlier steps, which saves a pass ("delayed scaling"). None:
+            `max abs(x) / most`, with a pass before; 1 where x is 0.
+        dtype: float8_e4m3fn, whose largest number is 448, or float8_e5m2, 57344.
+        transposed: also return the values as `[K, M]`, for products that sum over the rows; x is `[M, K]` then.
+
+    Returns:
+        `QuantizedFloat8`: values `[..., K]`, scale and `largest = max abs(x)` as float32 scalars, transposed `[K, M]` or None.
+
+    Raises:
+        ValueError: dtype is another one, scale is more than one number, or x has other axes.
+
+    Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022.
+    """
+    arrays, options, run = split(locals(), "x scale")
+    return _QUANTIZE_FLOAT8.invoke(arrays, options, **run)
+
+
+@public()
 def scaled_matmul(
     lhs: t.NarrowRows,
     rhs: t.NarrowMatrix,
@@ -187,5 +232,6 @@ def _check_hints(fuse: Any, use_best_config: Any, allow_dense_fallback: Any, str
 
 
 GroupedMatmul = class_api("GroupedMatmul", grouped_matmul)
+QuantizeFloat8 = class_api("QuantizeFloat8", quantize_float8)
 QuantizedMatmul = class_api("QuantizedMatmul", quantized_matmul)
 ScaledMatmul = class_api("ScaledMatmul", scaled_matmul)

@@ -100,3 +100,8 @@ def scaled_matmul(
     return ejkernel.scaled_matmul(
         lhs, rhs, lhs_scale, rhs_scale, transpose_rhs=transpose_rhs, precision="default", out_dtype=dtype
     )
+
+
+def quantize_float8(values: jax.Array, scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    found = ejkernel.quantize_float8(values, scale, dtype=dtype, transposed=True)
+    return found.values, found.transposed, found.largest

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,33 +32,33 @@ def next_scales(scales: jax.Array, largest: jax.Array) -> jax.Array:
     return jnp.maximum(FORGET * scales, largest / jnp.array(MOST))
 
 
+class Float8(NamedTuple):
+    """What a layer calls: `scaled_matmul` and `quantize_float8` of `plain.py`, or in their place."""
+
+    multiply: Callable[..., jax.Array]
+    quantize: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def linear(multiply: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, scales: jax.Array) -> jax.Array:
-    """`x [M, K] @ weight [K, N]` in the dtype of x, by `multiply` (`scaled_matmul` of `plain.py`) and scales `[3]`."""
-    return _forward(multiply, x, weight, scales)[0]
+def linear(operations: Float8, x: jax.Array, weight: jax.Array, scales: jax.Array) -> jax.Array:
+    """`x [M, K] @ weight [K, N]` in the dtype of x, with scales `[3]`."""
+    return _forward(operations, x, weight, scales)[0]
 
 
-def _cast(values: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    most = float(jnp.finfo(dtype).max)
-    return jnp.clip(values.astype(jnp.float32) / scale, -most, most).astype(dtype)
+def _forward(operations: Float8, x: jax.Array, weight: jax.Array, scales: jax.Array) -> tuple[jax.Array, Any]:
+    rows, columns, largest_x = operations.quantize(x, scales[0], E4M3)
+    narrow, transposed, largest_weight = operations.quantize(weight, scales[1], E4M3)
+    out = operations.multiply(rows, transposed, scales[0], scales[1], transpose_rhs=True, dtype=x.dtype)
+    return out, (columns, narrow, scales, largest_x, largest_weight)
 
 
-def _largest(values: jax.Array) -> jax.Array:
-    return jnp.max(jnp.abs(values)).astype(jnp.float32)
-
-
-def _forward(multiply: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, scales: jax.Array) -> tuple[jax.Array, Any]:
-    narrow_x, narrow_weight = _cast(x, scales[0], E4M3), _cast(weight, scales[1], E4M3)
-    out = multiply(narrow_x, narrow_weight, scales[0], scales[1], dtype=x.dtype)
-    return out, (narrow_x, narrow_weight, scales, _largest(x), _largest(weight))
-
-
-def _backward(multiply: Callable[..., jax.Array], saved: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    x, weight, scales, largest_x, largest_weight = saved
-    narrow = _cast(cotangent, scales[2], E5M2)
-    d_x = multiply(narrow, weight, scales[2], scales[1], transpose_rhs=True, dtype=cotangent.dtype)
-    d_weight = multiply(x.T, narrow, scales[0], scales[2], dtype=cotangent.dtype)
-    return d_x, d_weight, jnp.stack([largest_x, largest_weight, _largest(cotangent)])
+def _backward(operations: Float8, saved: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Each product sums along the last axis of both sides, as float8 units read them."""
+    columns, weight, scales, largest_x, largest_weight = saved
+    rows, transposed, largest = operations.quantize(cotangent, scales[2], E5M2)
+    d_x = operations.multiply(rows, weight, scales[2], scales[1], transpose_rhs=True, dtype=cotangent.dtype)
+    d_weight = operations.multiply(columns, transposed, scales[0], scales[2], transpose_rhs=True, dtype=cotangent.dtype)
+    return d_x, d_weight, jnp.stack([largest_x, largest_weight, largest])
 
 
 linear.defvjp(_forward, _backward)

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from ejkernel_train import plain
 from ejkernel_train.config import ModelConfig
-from ejkernel_train.float8 import initial_scales, linear
+from ejkernel_train.float8 import Float8, initial_scales, linear
 from ejkernel_train.operations import Operations
 from ejkernel_train.sharding import BATCH, Layout
 
@@ -29,6 +30,13 @@ class Context(NamedTuple):
     layout: Layout
     cos: jax.Array
     sin: jax.Array
+
+    @property
+    def float8(self) -> Float8:
+        """On a mesh XLA quantizes: a scale is that of an array that devices share."""
+        operations = self.operations
+        quantize = operations.quantize_float8 if self.layout.mesh is None else plain.quantize_float8
+        return Float8(operations.scaled_matmul, quantize)
 
 
 def matrix(key: jax.Array, fan_in: int, *shape: int) -> jax.Array:
@@ -53,7 +61,7 @@ class Linear(eqx.Module):
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         if self.scales is None:
             return x @ self.weight
-        rows: Any = linear(context.operations.scaled_matmul, x.reshape(-1, x.shape[-1]), self.weight, self.scales)
+        rows: Any = linear(context.float8, x.reshape(-1, x.shape[-1]), self.weight, self.scales)
         return rows.reshape(*x.shape[:-1], -1)
 
 

@@ -30,6 +30,7 @@ class Operations(NamedTuple):
     moe_unpermute: Callable[..., Any]
     grouped_matmul: Callable[..., Any]
     scaled_matmul: Callable[..., Any]
+    quantize_float8: Callable[..., Any]
 
 
 def choose(kernels: str, in_plain_jax: Sequence[str] = ()) -> Operations:

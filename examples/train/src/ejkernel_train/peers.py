@@ -33,7 +33,7 @@ except ImportError as error:
 
 attention, rms_norm, add_rms_norm = plain.attention, plain.rms_norm, plain.add_rms_norm
 rope, qk_norm_rope, gated_rms_norm = plain.rope, plain.qk_norm_rope, plain.gated_rms_norm
-swiglu, scaled_matmul = plain.swiglu, plain.scaled_matmul
+swiglu, scaled_matmul, quantize_float8 = plain.swiglu, plain.scaled_matmul, plain.quantize_float8
 moe_route, moe_permute, moe_unpermute = plain.moe_route, plain.moe_permute, plain.moe_unpermute
 
 

@@ -229,6 +229,13 @@ def scaled_matmul(
     return product * (lhs_scale * rhs_scale).astype(dtype)
 
 
+def quantize_float8(values: jax.Array, scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`[M, N]` over its scale in float8, the same transposed, and the largest magnitude in float32."""
+    most = float(jnp.finfo(dtype).max)
+    narrow = jnp.clip(values.astype(FLOAT32) / scale, -most, most).astype(dtype)
+    return narrow, narrow.T, jnp.max(jnp.abs(values)).astype(FLOAT32)
+
+
 def _products(dtype: Any) -> Callable[..., jax.Array]:
     """`einsum` of operands in `dtype`, with sums and result in float32."""
 

@@ -1,0 +1,1 @@
+"""Arrays as float8 values and a scale."""

@@ -1,0 +1,1 @@
+"""Float8 values in Triton."""
