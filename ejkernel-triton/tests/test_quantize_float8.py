@@ -25,7 +25,8 @@ NAMED = {case.name: case for case in CASES}
 @pytest.mark.parametrize("scales", [1, 3])
 def test_tiles_and_members_of_a_batch(monkeypatch, scales, choice):
     monkeypatch.setattr(kernel, "call_kernel", testing.interpreted_call)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 70, 41)), jnp.bfloat16) * jnp.arange(1, 4)[:, None, None]
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 70, 41)), jnp.bfloat16)
+    x *= jnp.arange(1, 4, dtype=x.dtype)[:, None, None]
     bound = OPERATION.canonicalise(x[0], jnp.float32(0.01), transposed=True)
     inputs = bound.inputs._replace(x=x, scale=jnp.asarray([0.01, 0.02, 0.003][:scales], jnp.float32))
     call = dataclasses.replace(bound.call, x=dataclasses.replace(bound.call.x, shape=x.shape))
