@@ -105,8 +105,7 @@ def main() -> int:
         found = summary(kernels(Path(folder)))
     wall, operations = statistics.median(build.seconds[3:13]), cost.step_operations(config, build.state.model)
     found = {
-        "asked": options.asked,
-        "device": jax.devices()[0].device_kind,
+        **report.summary(config, build.state, None),
         "wall_ms": round(wall * 1e3, 3),
         "tokens_per_second": round(config.batch * config.length / wall),
         "share": round(operations / wall / (cost.peak_rate() or 989e12), 4),
