@@ -86,7 +86,7 @@ def test_search_spaces_are_small_and_hold_the_heuristic(shape):
 
 @pytest.mark.parametrize("number", [80, 90, 100])
 def test_compiles_without_spills(recorder, number):
-    call, target = _call((1, 4096, 128256), soft_cap=30.0), Target("gpu", "", f"{number // 10}.0")
+    call, target = _call((1, 4096, 128256), logit_softcap=30.0), Target("gpu", "", f"{number // 10}.0")
     inputs = CrossEntropyInputs(*(jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in (call.x, call.targets)))
 
     def both(inputs):

@@ -294,7 +294,7 @@ def test_tiles_are_powers_of_two():
 
 
 def test_a_few_tokens_are_walked_one_by_one():
-    for length, options, chunk in ((1, {}, 0), (11, {}, 16), (11, {"chunked": False}, 0), (100, {}, 32)):
+    for length, options, chunk in ((1, {}, 0), (11, {}, 16), (11, {"use_chunked": False}, 0), (100, {}, 32)):
         call, _ = bound_of(arrays(1, length, 1, 16, 16), options)
         assert {choice.chunk_size for choice in config.FORWARD.search_space(call, H200)} == {chunk}
 

@@ -301,7 +301,7 @@ def test_mild_and_strong_decays_per_channel(interpreted, rate, dtype):
 def test_float16_states_do_not_overflow(interpreted):
     call, inputs = bound_of(arrays(1, 600, 1, 16, 16), dtype="float16")
     inputs = inputs._replace(key=jnp.full_like(inputs.key, 14), value=jnp.full_like(inputs.value, 14))
-    call = dataclasses.replace(call, scale=1e-4)
+    call = dataclasses.replace(call, softmax_scale=1e-4)
     out = kernel.forward(call, inputs, config.Config(64, 128, 16, 4, 1)).out
     exact = reference.forward(call, widened(inputs)).out
     assert np.abs(exact).max() < 1000 and deviation(out, exact).norm < 2e-3
@@ -433,7 +433,7 @@ def test_what_mamba_2_takes_compiles_within_the_limits(monkeypatch, tmp_path, bo
     its loop, in segments, as packed sequences are, a few more; gradients hardly more than without factors."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     limits = {"fused_chunk_kernel": forward, "key_gradients_kernel": backward}
-    options = {"scale": 1.0, "return_state": True, "transposed_state": True}
+    options = {"softmax_scale": 1.0, "return_state": True, "transposed_state": True}
     more = {"rate": 0.05, "state": True, "transposed": True, "bounds": bounds, **SCALED}
     maker = arrays(1 if bounds else 4, 4096, 1, 128, 64, value_heads=80, decays="g", **more)
     case, tolerated = Case("mamba2", maker, options), testing.tolerated_stack(96)

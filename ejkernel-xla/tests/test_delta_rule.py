@@ -66,7 +66,7 @@ def test_forms_agree(length: int, decay: str) -> None:
     """By chunks, token by token, and by calls of one token that hand on the state; with every gradient of the first two."""
     arrays = problem(length=length, decay=decay, state=True)
     chunked = jax.jit(lambda arrays: value_and_gradients(arrays, CHUNKS))(arrays)
-    by_token = jax.jit(lambda arrays: value_and_gradients(arrays, CHUNKS, chunked=False))(arrays)
+    by_token = jax.jit(lambda arrays: value_and_gradients(arrays, CHUNKS, use_chunked=False))(arrays)
     assert_same(chunked, by_token)
     step, state, outs = jax.jit(run), arrays["initial_state"], [jnp.zeros((2, 0, 2, 3))]
     for token in range(length):
@@ -79,7 +79,7 @@ def test_forms_agree(length: int, decay: str) -> None:
 def test_the_general_form_by_chunks_and_by_tokens() -> None:
     arrays = problem(length=40, low_rank="ab", decay="channel", state=True)
     chunked = jax.jit(lambda arrays: value_and_gradients(arrays, CHUNKS))(arrays)
-    assert_same(chunked, jax.jit(lambda arrays: value_and_gradients(arrays, CHUNKS, chunked=False))(arrays))
+    assert_same(chunked, jax.jit(lambda arrays: value_and_gradients(arrays, CHUNKS, use_chunked=False))(arrays))
     assert {*chunked[1]} == {"query", "key", "value", "beta", "decay", "a", "b", "initial_state"}
 
 
@@ -99,7 +99,7 @@ def test_memory_does_not_grow_by_a_state_per_token(decay: str, chunked: bool) ->
 
     def temporary(length: int) -> int:
         arrays = problem(batch=1, length=length, heads=1, width=width, channels=width, decay=decay)
-        lowered = jax.jit(lambda arrays: value_and_gradients(arrays, cfg, chunked=chunked)).lower(arrays)
+        lowered = jax.jit(lambda arrays: value_and_gradients(arrays, cfg, use_chunked=chunked)).lower(arrays)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     state, tokens = 4 * width * width, 512
@@ -122,7 +122,7 @@ def test_a_decay_of_minus_infinity_is_a_new_segment(decay: str, chunked: bool) -
     ids = jnp.asarray(np.cumsum(np.isin(np.arange(40), starts)))[None]
     cut = {**arrays, "decay": arrays["decay"].at[:, starts].set(-jnp.inf)}
     (got, gradients), (wanted, expected) = (
-        value_and_gradients(values, CHUNKS, chunked=chunked) for values in (cut, {**arrays, "segments": ids})
+        value_and_gradients(values, CHUNKS, use_chunked=chunked) for values in (cut, {**arrays, "segments": ids})
     )
     assert_same(got, wanted)
     assert_same(gradients, expected)
@@ -241,7 +241,7 @@ def test_gated_delta_rule_is_the_operation() -> None:
         wanted = by_reference(arrays, use_qk_l2norm=True, reverse="reverse" in options)
         assert_same(got, wanted, 5e-6)
     plain = ejkernel.gated_delta_rule(**arrays, use_qk_l2norm=False, softmax_scale=2.0)
-    assert_close(plain, by_reference(arrays, scale=2.0)[0], 5e-6)
+    assert_close(plain, by_reference(arrays, softmax_scale=2.0)[0], 5e-6)
     ids = jnp.repeat(jnp.arange(4), 5)[None]
     got = ejkernel.gated_delta_rule(**arrays, seg_ids=ids, use_qk_l2norm=False)
     assert_close(got, by_reference({**arrays, "segments": ids})[0], 5e-6)

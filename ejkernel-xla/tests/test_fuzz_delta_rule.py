@@ -51,9 +51,9 @@ def problems(draw: Any, *, poison: bool = True) -> Drawn:
         poison=poison,
     )
     options = {
-        "scale": draw(maybe(st.sampled_from((-0.5, 0.0, 1.0)))),
+        "softmax_scale": draw(maybe(st.sampled_from((-0.5, 0.0, 1.0)))),
         "use_qk_l2norm": draw(st.booleans()),
-        "chunked": draw(st.sampled_from((True, True, False))),
+        "use_chunked": draw(st.sampled_from((True, True, False))),
         "reverse": draw(st.booleans()),
         "return_state": draw(st.booleans()),
     }

@@ -41,7 +41,11 @@ def problems(draw: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "state": draw(st.booleans()),
         "bounds": None if bounds is None else (0, *sorted(bounds)),
     }
-    options = {"return_state": draw(st.booleans()), "reverse": draw(st.booleans()), "scale": draw(st.sampled_from((None, 0.5)))}
+    options = {
+        "return_state": draw(st.booleans()),
+        "reverse": draw(st.booleans()),
+        "softmax_scale": draw(st.sampled_from((None, 0.5))),
+    }
     return dict(drawn(**sizes)(np.random.default_rng(draw(seeds)))), options
 
 

@@ -193,4 +193,4 @@ def test_a_traced_scale_beside_a_skip_is_refused() -> None:
     """The output takes what a traced scale differs from the default, and would scale what is skipped."""
     arrays = problem(length=5, decays="g", skip="head")
     with pytest.raises(ValueError, match="scale: got a traced number, expected a concrete one beside skip; multiply the query"):
-        jax.jit(lambda scale: run(arrays, scale=scale))(0.5)
+        jax.jit(lambda scale: run(arrays, softmax_scale=scale))(0.5)

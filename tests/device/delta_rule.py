@@ -276,7 +276,7 @@ def jla_programs(problem: Problem) -> dict[str, Any]:
     options: dict[str, Any] = {"use_qk_l2norm": True}
     if problem.shape.decay == "general":  # its a reads and its b writes
         function, arrays = rwkv7.rwkv7, (x.query, x.key, x.value, x.decay, x.b, x.a)
-        options = {"scale": problem.call.scale, "lower_bound": -0.61}
+        options = {"scale": problem.call.softmax_scale, "lower_bound": -0.61}
     elif problem.shape.decay == "channel":
         function = kda.kda
     elif problem.shape.decay == "scalar":

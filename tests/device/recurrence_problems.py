@@ -384,7 +384,9 @@ FAMILIES = {
     "mamba2": Family("state_space_v2", _mamba2, _mamba2_step, _mamba2_peer, swapped=True, more=(Shape(4, 4096, 80, 128),)),
     "mamba1": Family("state_space_v1", _mamba1, _mamba1_step, _mamba1_peer),
     "mamba3": Family("mamba3", _mamba3, None, None, {"dt_softplus": True}),
-    "rwkv6": Family("rwkv6", _rwkv6, _rwkv6_step, by_adapter("linear_recurrence", _RWKV6, scale=1.0), {"softmax_scale": 1.0}),
+    "rwkv6": Family(
+        "rwkv6", _rwkv6, _rwkv6_step, by_adapter("linear_recurrence", _RWKV6, softmax_scale=1.0), {"softmax_scale": 1.0}
+    ),
     "rwkv4": Family("rwkv4", _rwkv4, _rwkv4_step, None),
 }
 SWEPT = ("gated", "kda", "rwkv7", "gla", "lightning", "mamba2", "mamba1")

@@ -195,8 +195,10 @@ def test_wrong_rank_is_refused_by_name() -> None:
 def test_refusals_name_the_arguments_of_the_function_that_was_called(call: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match="^" + message):
         call()
-    with pytest.raises(ValueError, match=r"^scale: got nan, expected a finite number"):  # names are the operation's again
-        get_operation("linear_recurrence").canonicalise(Q, K, V, scale=float("nan"))
+    with pytest.raises(
+        ValueError, match=r"^softmax_scale: got nan, expected a finite number"
+    ):  # names are the operation's again
+        get_operation("linear_recurrence").canonicalise(Q, K, V, softmax_scale=float("nan"))
 
 
 def test_no_channel() -> None:

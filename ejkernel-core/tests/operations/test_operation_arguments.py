@@ -175,7 +175,7 @@ REFUSED: dict[str, list[Any]] = {
         ((X, ROWS, C), {}, ValueError, r"head: got shape \(5, 4\), expected \[D, V\] with D = 8 as in x"),
         ((X, ROWS, None, EIGHT), {}, ValueError, "head: got None, expected a head beside head_bias"),
         ((X, ROWS, X[0], EIGHT), {"transpose_head": True}, ValueError, r"head_bias: got shape \(8,\), expected \(3,\)"),
-        ((X, ROWS), {"logit_softcap": 0.0}, ValueError, "logits_soft_cap: got 0.0, expected a value > 0"),
+        ((X, ROWS), {"logit_softcap": 0.0}, ValueError, "logit_softcap: got 0.0, expected a value > 0"),
     ],
     "linear_cross_entropy": [
         ((X, ROWS, None), {}, TypeError, "head: got"),

@@ -39,7 +39,8 @@ def _linear_recurrence(call: Any, inputs: Any) -> Function | str:
     from jla.ops import linear_attention
 
     decays = [name for name in ("g", "gk", "g_gamma") if getattr(call, name) is not None]
-    known = ("query", "key", "value", "g", "gk", "g_gamma", "bonus", "initial_state", "cu_seqlens", "scale", "return_state")
+    arrays = ("query", "key", "value", "g", "gk", "g_gamma", "bonus", "initial_state", "cu_seqlens")
+    known = (*arrays, "softmax_scale", "return_state")
     grouped = decays in (["g"], ["g_gamma"]) and call.query.shape[2] == call.key.shape[2] < call.value.shape[2]
     reason = beyond(call, *known) or (None if grouped else same_heads(call)) or _states(call)
     if reason or len(decays) != 1:
@@ -48,7 +49,7 @@ def _linear_recurrence(call: Any, inputs: Any) -> Function | str:
         return "takes a bonus beside decays per channel only"
 
     def recurrence(x: Any) -> Mapping[str, Any]:
-        options = {"scale": call.scale, **_documents(call, x), **_carried(call, x)}
+        options = {"scale": call.softmax_scale, **_documents(call, x), **_carried(call, x)}
         if call.bonus is not None:
             return _results(linear_attention("rwkv6", x.query, x.key, x.value, g=x.gk, u=x.bonus[0], **options))
         if call.gk is not None:
@@ -80,7 +81,7 @@ def _grouped(query: Any, key: Any, value: Any, g: Any, options: dict[str, Any]) 
 def _delta_rule(call: Any, inputs: Any) -> Function | str:
     from jla.ops import linear_attention
 
-    gates = ("beta", "decay", "a", "b", "scale", "use_qk_l2norm")
+    gates = ("beta", "decay", "a", "b", "softmax_scale", "use_qk_l2norm")
     known = ("query", "key", "value", *gates, "initial_state", "cu_seqlens", "return_state")
     reason = beyond(call, *known) or same_heads(call) or _states(call)
     if reason:
@@ -93,7 +94,7 @@ def _delta_rule(call: Any, inputs: Any) -> Function | str:
     def rule(x: Any) -> Mapping[str, Any]:
         kind = "deltanet" if x.decay is None else "kda" if call.decays_by_channel else "gated_deltanet"
         gates = {"beta": x.beta} if x.decay is None else {"beta": x.beta, "g": x.decay}
-        options = {"scale": call.scale, "use_qk_l2norm": call.use_qk_l2norm, **_documents(call, x), **_carried(call, x)}
+        options = {"scale": call.softmax_scale, "use_qk_l2norm": call.use_qk_l2norm, **_documents(call, x), **_carried(call, x)}
         return _results(linear_attention(kind, x.query, x.key, x.value, **gates, **options))
 
     return rule
@@ -108,7 +109,7 @@ def _general(call: Any) -> Function | str:
 
     def rule(x: Any) -> Mapping[str, Any]:
         gates = {"w": x.decay, "a": x.b, "b": x.a}
-        options = {"scale": call.scale, **_documents(call, x), **_carried(call, x)}
+        options = {"scale": call.softmax_scale, **_documents(call, x), **_carried(call, x)}
         return _results(linear_attention("rwkv7", x.query, x.key, x.value, **gates, **options))
 
     return rule

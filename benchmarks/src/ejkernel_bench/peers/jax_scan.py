@@ -21,7 +21,7 @@ def _by_token(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, arrays: A
 
 
 def _linear_recurrence(call: Any, inputs: Any) -> Function | str:
-    reason = beyond(call, "query", "key", "value", "g", "g_gamma", "gk", "bonus", "scale") or same_heads(call)
+    reason = beyond(call, "query", "key", "value", "g", "g_gamma", "gk", "bonus", "softmax_scale") or same_heads(call)
     if reason:
         return reason
 
@@ -31,7 +31,7 @@ def _linear_recurrence(call: Any, inputs: Any) -> Function | str:
             written = key[..., :, None] * value[..., None, :]
             after = jnp.exp(decay)[..., None] * state + written
             seen = after if x.bonus is None else state + x.bonus.astype(jnp.float32)[..., None] * written
-            return after, call.scale * jnp.einsum("bhd,bhdv->bhv", query, seen)
+            return after, call.softmax_scale * jnp.einsum("bhd,bhdv->bhv", query, seen)
 
         state = jnp.zeros((*x.query.shape[:1], x.query.shape[2], x.query.shape[3], x.value.shape[3]))
         _, out = _by_token(step, state, (x.query, x.key, x.value, _log_decays(x)))
@@ -50,7 +50,7 @@ def _log_decays(x: Any) -> Any:
 
 def _chunked_linear_recurrence(call: Any, inputs: Any) -> Function | str:
     """Inside of a chunk products of tokens by tokens, between chunks a state; decays per head only."""
-    reason = beyond(call, "query", "key", "value", "g", "g_gamma", "scale") or same_heads(call)
+    reason = beyond(call, "query", "key", "value", "g", "g_gamma", "softmax_scale") or same_heads(call)
     if reason:
         return reason
 
@@ -73,7 +73,7 @@ def _chunked_linear_recurrence(call: Any, inputs: Any) -> Function | str:
             out = out + jnp.einsum("bthd,bhdv->bthv", query * jnp.exp(sums)[..., None], state)
             left = jnp.exp(sums[:, -1:] - sums)[..., None]
             state = jnp.exp(sums[:, -1])[..., None, None] * state + jnp.einsum("bthd,bthv->bhdv", key * left, value)
-            return state, call.scale * out
+            return state, call.softmax_scale * out
 
         arrays = (*map(split, (x.query, x.key, x.value)), split(_log_decays(x)[..., 0]))
         state = jnp.zeros((batch, heads, width, x.value.shape[3]))
@@ -84,7 +84,7 @@ def _chunked_linear_recurrence(call: Any, inputs: Any) -> Function | str:
 
 
 def _delta_rule(call: Any, inputs: Any) -> Function | str:
-    known = ("query", "key", "value", "beta", "decay", "scale", "use_qk_l2norm", "chunked")
+    known = ("query", "key", "value", "beta", "decay", "softmax_scale", "use_qk_l2norm", "use_chunked")
     reason = beyond(call, *known) or same_heads(call)
     if reason:
         return reason
@@ -95,7 +95,7 @@ def _delta_rule(call: Any, inputs: Any) -> Function | str:
             state = jnp.exp(decay)[..., None] * state
             correction = beta[..., None] * (value - jnp.einsum("bhd,bhdv->bhv", key, state))
             state = state + key[..., :, None] * correction[..., None, :]
-            return state, call.scale * jnp.einsum("bhd,bhdv->bhv", query, state)
+            return state, call.softmax_scale * jnp.einsum("bhd,bhdv->bhv", query, state)
 
         query, key = (_of_length_1(array) if call.use_qk_l2norm else array for array in (x.query, x.key))
         beta = jnp.ones(x.key.shape[:3]) if x.beta is None else x.beta

@@ -100,7 +100,7 @@ def _qk_norm_rope(call: Any, inputs: Any) -> Function | str:
 
 
 def _cross_entropy(call: Any, inputs: Any) -> Function | str:
-    reason = beyond(call, "x", "targets", "head", "head_bias", "transpose_head", "soft_cap")
+    reason = beyond(call, "x", "targets", "head", "head_bias", "transpose_head", "logit_softcap")
     if reason:
         return reason
 
@@ -113,7 +113,7 @@ def _cross_entropy(call: Any, inputs: Any) -> Function | str:
 
 def _linear_cross_entropy(call: Any, inputs: Any) -> Function | str:
     """As most training code has it: logits in the dtype of the hidden states, which costs less memory and less time."""
-    reason = beyond(call, "x", "targets", "head", "head_bias", "transpose_head", "soft_cap")
+    reason = beyond(call, "x", "targets", "head", "head_bias", "transpose_head", "logit_softcap")
     if reason or call.head.shape[0] != 1:
         return reason or "takes one head for the whole batch"
     return lambda inputs: {
@@ -130,8 +130,8 @@ def _losses(call: Any, inputs: Any, logits: Any) -> tuple[Any, Any]:
     if inputs.head_bias is not None:
         logits = logits + per_row(inputs.head_bias, logits.ndim)
     logits = logits.astype(jnp.float32)
-    if call.soft_cap is not None:
-        logits = call.soft_cap * jnp.tanh(logits / call.soft_cap)
+    if call.logit_softcap is not None:
+        logits = call.logit_softcap * jnp.tanh(logits / call.logit_softcap)
     counts = inputs.targets >= 0
     lse = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, jnp.maximum(inputs.targets, 0)[..., None], axis=-1)[..., 0]

@@ -54,7 +54,7 @@ def _softmax(call: Any, inputs: Any) -> Function | str:
 
 
 def _cross_entropy(call: Any, inputs: Any) -> Built | str:
-    reason = beyond(call, "x", "targets", "soft_cap")
+    reason = beyond(call, "x", "targets", "logit_softcap")
     if reason:
         return reason
     if call.x.dtype != "float32":
@@ -64,7 +64,7 @@ def _cross_entropy(call: Any, inputs: Any) -> Built | str:
     def run(x: Any) -> Mapping[str, Any]:
         logits = x.x.flatten(0, -2)
         loss = liger_cross_entropy(
-            logits, x.targets.flatten(), ignore_index=-1, reduction="none", softcap=call.soft_cap, return_z_loss=False
+            logits, x.targets.flatten(), ignore_index=-1, reduction="none", softcap=call.logit_softcap, return_z_loss=False
         )
         return {"loss": loss.reshape(x.targets.shape)}
 

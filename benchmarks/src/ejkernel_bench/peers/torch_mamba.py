@@ -15,7 +15,7 @@ _CHUNK = 256
 
 
 def _scan(call: Any, inputs: Any) -> Built | str:
-    reason = beyond(call, "query", "key", "value", "g", "scale")
+    reason = beyond(call, "query", "key", "value", "g", "softmax_scale")
     if reason or call.g is None or call.g.shape[2] != call.value.shape[2]:
         return reason or "needs a log decay g for each head of value"
     if call.query.shape[2] != call.key.shape[2]:
@@ -25,7 +25,7 @@ def _scan(call: Any, inputs: Any) -> Built | str:
 
     def prepare(x: Any) -> Mapping[str, Any]:
         dt = -x.g.float()
-        scaled = (x.query * call.scale).to(x.query.dtype)
+        scaled = (x.query * call.softmax_scale).to(x.query.dtype)
         return {"x": (x.value / dt[..., None]).to(x.value.dtype), "dt": dt, "B": x.key, "C": scaled}
 
     def scan(x: Any) -> Mapping[str, Any]:
@@ -37,7 +37,7 @@ def _scan(call: Any, inputs: Any) -> Built | str:
         value = found["x"].float() / dt[..., None]
         through_value = (x.float() * value).sum(-1)
         return {
-            "query": (found["C"] * call.scale).to(found["C"].dtype),
+            "query": (found["C"] * call.softmax_scale).to(found["C"].dtype),
             "key": found["B"],
             "value": value.to(x.dtype),
             "g": (through_value - found["dt"]).to(getattr(torch, call.g.dtype)),

@@ -50,7 +50,7 @@ def cross_entropy(arrays: dict[str, Any], options: dict[str, Any], **run: Any) -
     _check_sources(arrays)
     check_reduction(options["reduction"])
     options["transpose_head"] = as_flag("transpose_head", options["transpose_head"])
-    options["smoothing"] = smoothing = _weight("label_smoothing", options["smoothing"])
+    options["label_smoothing"] = smoothing = _weight("label_smoothing", options["label_smoothing"])
     if not is_traced(smoothing) and smoothing > 1:
         raise invalid("label_smoothing", smoothing, "a value in [0, 1]")
     as_count("chunk_size", options.pop("chunk_size"), 0)
@@ -124,7 +124,7 @@ def _check_soft(arrays: dict[str, Any], options: dict[str, Any]) -> None:
     soft, ignore_index, soft_cap = _is_soft(arrays["targets"]), options["ignore_index"], options["logit_softcap"]
     if soft and ignore_index != -100:
         raise invalid("ignore_index", ignore_index, "its default with soft targets", remedy="mask tokens with attention_mask=")
-    sums = soft or (arrays["class_weights"] is not None and _is_smoothed(options["smoothing"]))
+    sums = soft or (arrays["class_weights"] is not None and _is_smoothed(options["label_smoothing"]))
     if sums and arrays["hidden"] is not None and soft_cap is not None:
         given = "soft targets" if soft else "class_weights with label_smoothing"
         raise invalid("logit_softcap", soft_cap, f"None beside hidden states and {given}", remedy="pass logits=")
@@ -182,12 +182,7 @@ def _over_mesh(
     return _mesh.over_mesh(function, arrays, options, positional=positional, **specified, **settings)
 
 
-_OPERATION_NAMES = {
-    "head": "lm_head_weight",
-    "head_bias": "lm_head_bias",
-    "logits_soft_cap": "logit_softcap",
-    "axis_name": "vocab_parallel_axis",
-}
+_OPERATION_NAMES = {"head": "lm_head_weight", "head_bias": "lm_head_bias", "axis_name": "vocab_parallel_axis"}
 
 
 @argument_names(**_OPERATION_NAMES)
@@ -204,7 +199,7 @@ def _of_tokens(
     transpose_head: bool,
     logit_softcap: Any,
     ignore_index: int,
-    smoothing: Any,
+    label_smoothing: Any,
     z_loss: Any,
     reduction: str,
     axes: Axes,
@@ -214,12 +209,12 @@ def _of_tokens(
 ) -> CrossEntropyOutput:
     """The loss of this device's tokens; along `axes` other devices have other parts of the vocabulary, along `row_axes` tokens."""
     x, head, x_name = (logits, None, "logits") if hidden is None else (hidden, lm_head_weight, "hidden")
-    soft, smoothed = _is_soft(targets), _is_smoothed(smoothing)
-    plain = not soft and class_weights is None and not axes and not is_traced(smoothing) and not is_traced(z_loss)
+    soft, smoothed = _is_soft(targets), _is_smoothed(label_smoothing)
+    plain = not (soft or class_weights is not None or axes or is_traced(label_smoothing) or is_traced(z_loss))
     wide = statistics_dtype(jnp.dtype(x.dtype).name)
-    smoothing, z_loss = (
+    label_smoothing, z_loss = (
         traced_number(name, number, wide) if is_traced(number) else number
-        for name, number in (("label_smoothing", smoothing), ("z_loss", z_loss))
+        for name, number in (("label_smoothing", label_smoothing), ("z_loss", z_loss))
     )
     held = _entries_held(x, head, transpose_head)
     _check_classes(targets if soft else None, class_weights, tuple(x.shape[:-1]), held)
@@ -235,14 +230,16 @@ def _of_tokens(
     }
     options = {"transpose_head": transpose_head, "logit_softcap": logit_softcap, "precision": precision}
     if plain and reduction != "none" and head is not None and forms_gradients_early(x, settings["platform"]):
-        options |= {"label_smoothing": smoothing, "z_loss": z_loss}
+        options |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
         return _with_gradients(arrays, options, kept, scale, reduction, row_axes, **settings)
     options["sum_logits"] = smoothed and class_weights is None
     with argument_names(x=x_name):
         loss, lse, total = _CROSS_ENTROPY.invoke(arrays, options, **settings)
     if axes:
         loss, lse, total = over_vocabulary(loss, lse, total, here, axes)
-    entries = Entries(x, head, lm_head_bias, transpose_head, as_soft_cap(logit_softcap), as_precision(precision))
+    entries = Entries(
+        x, head, lm_head_bias, transpose_head, as_soft_cap(logit_softcap, "logit_softcap"), as_precision(precision)
+    )
     if class_weights is not None:
         class_weights = jax.lax.stop_gradient(jnp.asarray(class_weights)).astype(lse.dtype)
     importance: Any = 1.0  # of the label's class
@@ -255,7 +252,7 @@ def _of_tokens(
     if smoothed:
         size = held * axis_size(axes) if axes else held
         uniform = size * lse - total if class_weights is None else entries.loss_under(class_weights, lse, kept, axes)
-        loss = (1 - smoothing) * loss + smoothing * uniform / size
+        loss = (1 - label_smoothing) * loss + label_smoothing * uniform / size
     scale = jnp.where(kept, scale, 0)
     penalty = jnp.where(kept, z_loss * lse * lse, 0) * scale
     loss = jnp.where(kept, loss, 0) * scale + penalty
@@ -306,6 +303,6 @@ def _logprobs_of_tokens(*, temperature: Any, **given: Any) -> Any:
             given[x] = jnp.asarray(given[x]).astype(wide)
         for name in (x, "lm_head_bias"):
             given[name] = None if given[name] is None else multiplied(given[name], factor)
-        cap = as_soft_cap(given["logit_softcap"])
+        cap = as_soft_cap(given["logit_softcap"], "logit_softcap")
         given["logit_softcap"] = None if cap is None else cap / temperature
-    return 0 - _of_tokens(**given, smoothing=0.0, z_loss=0.0, reduction="none").loss
+    return 0 - _of_tokens(**given, label_smoothing=0.0, z_loss=0.0, reduction="none").loss

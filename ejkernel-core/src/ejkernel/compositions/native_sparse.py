@@ -40,7 +40,7 @@ def native_sparse(arrays: dict[str, Any], options: dict[str, Any], *, in_specs: 
     if isinstance(counts, int):
         arrays["block_counts"] = None
     block_size = as_count("block_size", options["block_size"], 1)
-    scale = options["scale"]
+    scale = options["softmax_scale"]
     if arrays["block_indices"] is None:
         count = _most_blocks(counts, key.shape[1], block_size)
     else:
@@ -49,7 +49,7 @@ def native_sparse(arrays: dict[str, Any], options: dict[str, Any], *, in_specs: 
         "count": count,
         "block_size": block_size,
         "window_size": window_size,
-        "scale": scale if is_traced(scale) else as_scale(scale, query.shape[3]),
+        "softmax_scale": scale if is_traced(scale) else as_scale(scale, query.shape[3]),
     }
     if kv_lens is not None:
         in_specs = with_rows(in_specs, tuple(arrays)[:-1])
@@ -119,7 +119,7 @@ def _branches(
     count: int | None,
     block_size: int,
     window_size: int,
-    scale: Any,
+    softmax_scale: Any,
     platform: Any,
     cfg: Any,
 ) -> Any:
@@ -128,7 +128,7 @@ def _branches(
     computed, dtype = block_indices is None, query.dtype
     if not capturing():
         query, key, value = bind.in_one_dtype(query, key, value)
-        query, scale = scaled(query, scale, query.shape[3])
+        query, softmax_scale = scaled(query, softmax_scale, query.shape[3])
     if kv_lens is not None:
         found = decode_branches(
             query=query,
@@ -141,7 +141,7 @@ def _branches(
             count=block_indices.shape[3] if count is None else count,
             block_size=block_size,
             window_size=window_size,
-            scale=scale,
+            scale=softmax_scale,
             platform=platform,
             cfg=cfg,
         )
@@ -160,16 +160,16 @@ def _branches(
             cu_seqlens,
             count=count,
             block_size=block_size,
-            scale=scale,
+            scale=softmax_scale,
             platform=platform,
         )
         parts += [(g_cmp, compressed)] if g_cmp is not None else []
     arrays = {"query": query, "key": key, "value": value, "block_indices": block_indices, "cu_seqlens": cu_seqlens}
-    options: dict[str, Any] = {"block_size": block_size, "softmax_scale": scale, "is_distinct": computed}
+    options: dict[str, Any] = {"block_size": block_size, "softmax_scale": softmax_scale, "is_distinct": computed}
     (options if block_counts is None else arrays)["block_counts"] = count if block_counts is None else block_counts
     parts.append((g_slc, _SELECTED.invoke(arrays, options, platform=platform, cfg=cfg)))
     if window_size:
-        parts.append((g_swa, _window(query, key, value, cu_seqlens, window_size, scale, platform)))
+        parts.append((g_swa, _window(query, key, value, cu_seqlens, window_size, softmax_scale, platform)))
     return _gated_sum(parts).astype(dtype)
 
 

@@ -32,9 +32,9 @@ def sparse_latent(arrays: dict[str, Any], options: dict[str, Any], *, in_specs: 
         index_scale = as_number("index_softmax_scale", index_scale)
         if index_scale <= 0:
             raise invalid("index_softmax_scale", index_scale, "a value > 0")
-    options["count"] = min(as_count("index_topk", options["count"], 1), arrays["key_value"].shape[1])
-    if not is_traced(options["scale"]):
-        options["scale"] = as_scale(options["scale"], _head_size(arrays["w_kc"], arrays["b_k"]))
+    options["index_topk"] = min(as_count("index_topk", options["index_topk"], 1), arrays["key_value"].shape[1])
+    if not is_traced(options["softmax_scale"]):
+        options["softmax_scale"] = as_scale(options["softmax_scale"], _head_size(arrays["w_kc"], arrays["b_k"]))
     options["causal"] = as_flag("causal", options["causal"])
     if arrays["kv_lens"] is not None:
         in_specs = with_rows(in_specs, _POSITIONAL)
@@ -65,8 +65,8 @@ def _attend(
     b_k: Any,
     kv_lens: Any,
     key_index_scale: Any,
-    count: int,
-    scale: Any,
+    index_topk: int,
+    softmax_scale: Any,
     causal: bool,
     platform: Any,
     cfg: Any,
@@ -78,10 +78,10 @@ def _attend(
         # Nothing is computed while a call is explained, so that its arrays may be shapes alone.
         rope = 0 if b_k is None else b_k.shape[2]
         latent = (key_value.shape[2] + rope,)
-        read = count if kv_lens is not None and query.shape[1] == 1 else key_value.shape[1]
+        read = index_topk if kv_lens is not None and query.shape[1] == 1 else key_value.shape[1]
         shapes = {"query": (*query.shape[:3], *latent), "key_value": (key_value.shape[0], read, *latent)}
         described = {name: jax.ShapeDtypeStruct(shape, query.dtype) for name, shape in shapes.items()}
-        described["token_indices"] = jax.ShapeDtypeStruct((*query.shape[:2], count), jnp.int32)
+        described["token_indices"] = jax.ShapeDtypeStruct((*query.shape[:2], index_topk), jnp.int32)
         return _SPARSE_LATENT.invoke(described, options, platform=platform, cfg=cfg)
     indexer = {
         "query": query_index,
@@ -90,11 +90,11 @@ def _attend(
         "kv_lens": kv_lens,
         "key_scale": key_index_scale,
     }
-    tokens = _INDEXER.invoke(indexer, {"k": count, "causal": causal}, platform=platform)
+    tokens = _INDEXER.invoke(indexer, {"k": index_topk, "causal": causal}, platform=platform)
     if kv_lens is not None and query.shape[1] == 1:
         key_value, b_k, tokens = _read(key_value, b_k, tokens)
     latent_query, latents = _absorbed(query, key_value, w_kc, b_q, b_k)
-    latent_query, options["softmax_scale"] = scaled(latent_query, scale, size)
+    latent_query, options["softmax_scale"] = scaled(latent_query, softmax_scale, size)
     arrays = {"query": latent_query, "key_value": latents, "token_indices": tokens}
     out = _SPARSE_LATENT.invoke(arrays, options, platform=platform, cfg=cfg)
     return _per_key_head("btkgr,rkv->btkgv", out, w_vc)

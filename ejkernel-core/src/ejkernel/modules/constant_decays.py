@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions.mesh import over_mesh
-from ejkernel.errors import argument_names, invalid, wrong_type
+from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_api
 from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import LightningOptions, ShardedRecurrenceOptions
@@ -61,7 +61,6 @@ def lightning_attention(
 
 
 @public("initial_state", "cu_seqlens")
-@argument_names(scale="softmax_scale")
 def lightning_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
@@ -117,7 +116,7 @@ def lightning_attention(
     Source: Qin et al., Lightning Attention-2: A Free Lunch for Handling Unlimited Sequence Lengths in Large Language Models, 2024;
         MiniMax-01: Scaling Foundation Models with Lightning Attention, 2025.
     """
-    arrays, options, run = split(locals(), _ARRAYS, "scale=softmax_scale", own="layer_idx num_layers slopes")
+    arrays, options, run = split(locals(), _ARRAYS, own="layer_idx num_layers slopes")
     layer: Any = layer_idx
     for name, number in (("layer_idx", 0 if is_traced(layer) else layer), ("num_layers", num_layers)):
         refuse_traced(name, number)
@@ -175,7 +174,6 @@ def retention(
 
 
 @public("initial_state", "cu_seqlens")
-@argument_names(scale="softmax_scale")
 @refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def retention(
     query: t.SequenceHeads,
@@ -216,7 +214,7 @@ def retention(
 
     Source: Sun et al., Retentive Network: A Successor to Transformer for Large Language Models, 2023.
     """
-    arrays, options, run = split(locals(), _ARRAYS, "scale=softmax_scale")
+    arrays, options, run = split(locals(), _ARRAYS)
     gamma = np.log1p(-(2.0 ** (-5.0 - np.arange(_heads(query)))))
     return _with_constant_decay(gamma, arrays, options, **run)
 

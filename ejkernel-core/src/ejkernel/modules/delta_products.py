@@ -61,7 +61,7 @@ def gated_delta_product(
 
 
 @public("decay", "initial_state")
-@argument_names(scale="softmax_scale", chunked="use_chunked", segments="seg_ids")
+@argument_names(segments="seg_ids")
 def gated_delta_product(
     query: t.SequenceHeads,
     key: t.StepHeads,
@@ -115,7 +115,6 @@ def gated_delta_product(
     arrays, options, run = split(
         locals(),
         "query key value beta decay initial_state seg_ids cu_seqlens",
-        "steps=num_householder scale=softmax_scale chunked=use_chunked",
         own="chunk_size",
     )
     check_given(query=query, key=key, value=value, beta=beta)
@@ -123,7 +122,7 @@ def gated_delta_product(
         raise wrong_type("num_householder", repr(num_householder), "an int")
     if num_householder < 1:
         raise invalid("num_householder", num_householder, "a value >= 1")
-    options["steps"] = int(num_householder)
+    options["num_householder"] = int(num_householder)
     run["cfg"] = chunked_by(chunk_size, cfg)
     return over_mesh(product, arrays, options, dims=dims_of(None, cu_seqlens), **run)
 

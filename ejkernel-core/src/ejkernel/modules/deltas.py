@@ -180,7 +180,7 @@ def kernel_delta_attention(
 
 
 @public("decay", "initial_state")
-@argument_names(scale="softmax_scale", chunked="use_chunked", segments="seg_ids")
+@argument_names(segments="seg_ids")
 def kernel_delta_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
@@ -225,7 +225,6 @@ def kernel_delta_attention(
     arrays, options, run = split(
         locals(),
         "query key value beta decay initial_state seg_ids cu_seqlens",
-        "scale=softmax_scale chunked=use_chunked",
         own="chunk_size",
     )
     check_given(query=query, key=key, value=value, beta=beta)
@@ -234,7 +233,6 @@ def kernel_delta_attention(
 
 
 @public()
-@argument_names(scale="softmax_scale")
 def ragged_gated_delta_rule(
     query: t.TokenHeads,
     key: t.TokenHeads,
@@ -280,7 +278,6 @@ def ragged_gated_delta_rule(
     arrays, options, run = split(
         locals(),
         "query key value beta decay recurrent_state query_start_loc state_indices",
-        "scale=softmax_scale",
         own="chunk_size",
     )
     check_given(query=query, key=key, value=value, beta=beta)
@@ -332,7 +329,7 @@ def rwkv7(
 
 
 @public()
-@argument_names(query="r", decay="w", key="k", value="v", scale="softmax_scale", chunked="use_chunked")
+@argument_names(query="r", decay="w", key="k", value="v")
 def rwkv7(
     r: t.SequenceHeads,
     w: t.SequenceHeads,
@@ -369,9 +366,7 @@ def rwkv7(
 
     Source: Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, 2025.
     """
-    arrays, options, run = split(
-        locals(), "query=r decay=w key=k value=v a b initial_state cu_seqlens", "scale=softmax_scale chunked=use_chunked"
-    )
+    arrays, options, run = split(locals(), "query=r decay=w key=k value=v a b initial_state cu_seqlens")
     return _DELTA_RULE.invoke(arrays, options, form=by_vectors, **run)
 
 
@@ -418,7 +413,7 @@ def rwkv7_mul(
 
 
 @public()
-@argument_names(query="r", decay="w", key="k", value="v", scale="softmax_scale", chunked="use_chunked", b="kk")
+@argument_names(query="r", decay="w", key="k", value="v", b="kk")
 def rwkv7_mul(
     r: t.SequenceHeads,
     w: t.SequenceHeads,
@@ -452,9 +447,7 @@ def rwkv7_mul(
 
     Source: Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, 2025.
     """
-    arrays, options, run = split(
-        locals(), "query=r decay=w key=k value=v kk a initial_state cu_seqlens", "scale=softmax_scale chunked=use_chunked"
-    )
+    arrays, options, run = split(locals(), "query=r decay=w key=k value=v kk a initial_state cu_seqlens")
     return _DELTA_RULE.invoke(arrays, options, form=by_removal, **run)
 
 

@@ -83,9 +83,7 @@ def fused_cross_entropy(
     Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024; z-loss: Chowdhery et al., PaLM, 2022.
     """
     arrays, options, run = split(
-        locals(),
-        "logits targets weights hidden lm_head_weight lm_head_bias attention_mask class_weights",
-        "smoothing=label_smoothing",
+        locals(), "logits targets weights hidden lm_head_weight lm_head_bias attention_mask class_weights"
     )
     return cross_entropy(arrays, options, **run)
 

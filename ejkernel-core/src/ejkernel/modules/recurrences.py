@@ -80,7 +80,6 @@ def recurrent_attention(
 
 
 @public("g", "g_gamma", "gk", "gv", "initial_state", "cu_seqlens")
-@argument_names(scale="softmax_scale")
 @refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def recurrent_attention(
     query: t.SequenceHeads,
@@ -137,7 +136,7 @@ def recurrent_attention(
 
     Source: Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, 2023.
     """
-    arrays, options, run = split(locals(), "query key value g g_gamma gk gv initial_state cu_seqlens", "scale=softmax_scale")
+    arrays, options, run = split(locals(), "query key value g g_gamma gk gv initial_state cu_seqlens")
     return over_mesh(recurrence, arrays, options, dims=dims_of(cu_seqlens, g_gamma), **run)
 
 
@@ -187,7 +186,7 @@ def gla_attention(
 
 
 @public("g", "g_gamma", "initial_state", "cu_seqlens")
-@argument_names(scale="softmax_scale", gk="g")
+@argument_names(gk="g")
 @refuses_masks("pack sequences with cu_seqlens, or use flash_attention")
 def gla_attention(
     query: t.SequenceHeads,
@@ -233,7 +232,6 @@ def gla_attention(
     arrays, options, run = split(
         locals(),
         f"query key value {'gk=g' if getattr(g, 'ndim', 0) == 4 else 'g'} g_gamma initial_state cu_seqlens",
-        "scale=softmax_scale",
     )
     return over_mesh(recurrence, arrays, options, dims=dims_of(cu_seqlens, g_gamma), **run)
 
@@ -284,7 +282,7 @@ def rwkv6(
 
 
 @public("initial_state", "cu_seqlens")
-@argument_names(query="r", key="k", value="v", gk="w", bonus="u", scale="softmax_scale")
+@argument_names(query="r", key="k", value="v", gk="w", bonus="u")
 def rwkv6(
     r: t.SequenceHeads,
     k: t.SequenceHeads,
@@ -320,7 +318,7 @@ def rwkv6(
 
     Source: Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, 2024.
     """
-    arrays, options, run = split(locals(), "query=r key=k value=v gk=w bonus=u initial_state cu_seqlens", "scale=softmax_scale")
+    arrays, options, run = split(locals(), "query=r key=k value=v gk=w bonus=u initial_state cu_seqlens")
     check_given(w=w, u=u)
     return _LINEAR_RECURRENCE.invoke(arrays, options, **run)
 

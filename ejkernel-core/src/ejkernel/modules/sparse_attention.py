@@ -83,9 +83,7 @@ def native_sparse_attention(
 
     Source: Yuan et al., Native Sparse Attention, 2025 (with means as its compression).
     """
-    arrays, options, run = split(
-        locals(), "query key value g_cmp g_slc block_indices block_counts cu_seqlens g_swa kv_lens", "scale=softmax_scale"
-    )
+    arrays, options, run = split(locals(), "query key value g_cmp g_slc block_indices block_counts cu_seqlens g_swa kv_lens")
     return native_sparse(arrays, options, **run)
 
 

@@ -76,7 +76,6 @@ def deepseek_attn(
     arrays, options, run = split(
         locals(),
         "query key_value w_kc w_vc query_index key_index index_weights b_q b_k kv_lens key_index_scale",
-        "count=index_topk scale=softmax_scale",
     )
     return sparse_latent(arrays, options, **run)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public, split
-from ejkernel.errors import argument_names, invalid, wrong_type
+from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_api
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE
 from ejkernel.operations.linear_recurrence.matrix_memory import matrix_memory
@@ -14,7 +14,6 @@ __all__ = ["MLSTM", "mlstm"]
 
 
 @public("initial_state", "cu_seqlens")
-@argument_names(scale="softmax_scale")
 def mlstm(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
@@ -59,9 +58,7 @@ def mlstm(
 
     Source: Beck et al., xLSTM: Extended Long Short-Term Memory, 2024; xLSTM 7B, 2025, for epsilon.
     """
-    arrays, options, run = split(
-        locals(), "query key value input_gate forget_gate initial_state cu_seqlens", "scale=softmax_scale"
-    )
+    arrays, options, run = split(locals(), "query key value input_gate forget_gate initial_state cu_seqlens")
     check_given(query=query, key=key, value=value, input_gate=input_gate, forget_gate=forget_gate)
     if initial_state is not None and (not isinstance(initial_state, tuple) or len(initial_state) != 3):
         raise wrong_type("initial_state", type(initial_state).__name__, "a tuple of three arrays, C, n and m")

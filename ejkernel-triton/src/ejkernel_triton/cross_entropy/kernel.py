@@ -114,7 +114,7 @@ def _constants(call: CrossEntropyCall, config: Config) -> dict[str, Any]:
     return {
         "ENTRIES": call.x.shape[-1],
         "BLOCK": config.block,
-        "CAP": call.soft_cap or 0.0,
+        "CAP": call.logit_softcap or 0.0,
         "IGNORED": IGNORED,
         "num_warps": config.num_warps,
     }

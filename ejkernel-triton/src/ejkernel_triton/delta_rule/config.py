@@ -176,7 +176,7 @@ def _steps(call: DeltaRuleCall) -> Config:
 
 
 def forward_heuristic(call: DeltaRuleCall, target: Target) -> Config:
-    if not call.chunked or _few_tokens(call):
+    if not call.use_chunked or _few_tokens(call):
         return _steps(call)
     model = _Model(call, target)
     segments = model.preferred_segments()

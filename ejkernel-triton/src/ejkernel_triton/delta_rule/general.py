@@ -69,7 +69,7 @@ def _plain(call: DeltaRuleCall, marks: tuple[Any, Any], arrays: dict[str, Any]) 
     stored = key * wide["beta"][..., None] if "beta" in wide else key
     read = wide["b"] if "b" in wide else jnp.exp(decay.astype(jnp.float32)) * key
     made = {
-        "query": query * call.scale,
+        "query": query * call.softmax_scale,
         "key": stored,
         "value": wide["value"],
         "a": wide.get("a", -stored),
@@ -95,7 +95,7 @@ class _General(Problem):
 
     def __init__(self, call: DeltaRuleCall, inputs: DeltaRuleInputs, plain: dict[str, Any], chunk: int) -> None:
         specs = {name: ArraySpec.of(array) for name, array in plain.items()}
-        plain_call = dataclasses.replace(call, **specs, beta=None, segments=None, use_qk_l2norm=False, scale=1.0)
+        plain_call = dataclasses.replace(call, **specs, beta=None, segments=None, use_qk_l2norm=False, softmax_scale=1.0)
         others = {"initial_state": inputs.initial_state, "cu_seqlens": inputs.cu_seqlens}
         super().__init__(plain_call, DeltaRuleInputs(**plain, **others), chunk)
         self.width, self.channels = call.query.shape[3], call.value.shape[3]

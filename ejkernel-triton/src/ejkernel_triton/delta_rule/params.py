@@ -75,7 +75,7 @@ def params_of(call: DeltaRuleCall) -> Params:
         packed=call.cu_seqlens is not None,
         shared=call.cu_seqlens is not None and call.cu_seqlens.shape[0] == 1,
         normalised=call.use_qk_l2norm,
-        scale=call.scale,
+        scale=call.softmax_scale,
         bfloat16=call.query.dtype == "bfloat16",
         precision=PRECISION[call.query.dtype],
     )

@@ -124,12 +124,12 @@ def _own(call: LinearRecurrenceCall, inner_out: Any, inputs: LinearRecurrenceInp
     query, key, value = wide(inputs.query), wide(inputs.key), wide(inputs.value)
     assert inputs.bonus is not None
     own = jnp.sum(query * wide(inputs.bonus, 1)[:, None] * key, axis=-1, keepdims=True) * value
-    out = _moved(inner_out.astype(jnp.float32), -1 if call.reverse else 1) + call.scale * own
+    out = _moved(inner_out.astype(jnp.float32), -1 if call.reverse else 1) + call.softmax_scale * own
     if inputs.initial_state is None:
         return out.astype(call.value.dtype)
     first = -1 if call.reverse else 0
     read = jnp.einsum("bhd,bhdv->bhv", query[:, first], inputs.initial_state[:, 0].astype(jnp.float32))
-    return out.at[:, first].add(call.scale * read).astype(call.value.dtype)
+    return out.at[:, first].add(call.softmax_scale * read).astype(call.value.dtype)
 
 
 def forward_with_bonus(

@@ -57,7 +57,7 @@ def _rows(call: CrossEntropyCall, tiles: Tiles, head: Head, x: Any, targets: Any
     state = Rows(zeros - jnp.inf, zeros, zeros, zeros if call.sum_logits else None)
 
     def update(rows: Rows, tile: Any) -> Rows:
-        logits, _ = capped(call.soft_cap, tiles.logits(x, head, tile))
+        logits, _ = capped(call.logit_softcap, tiles.logits(x, head, tile))
         columns, own = tiles.columns(tile)
         seen = logits if own is None else jnp.where(own, logits, -jnp.inf)
         # Any constant may be subtracted, so the maximum needs no derivative.
@@ -140,7 +140,7 @@ def _gradients(
     d_loss, d_lse, d_sum = (none if value is None else jnp.where(valid, value, 0)[..., None] for value in given)
 
     def d_logits_of(tile: Any) -> Any:
-        logits, slope = capped(call.soft_cap, tiles.logits(clean, head, tile))
+        logits, slope = capped(call.logit_softcap, tiles.logits(clean, head, tile))
         columns, own = tiles.columns(tile)
         kept = valid[..., None] if own is None else valid[..., None] & own
         wanted = columns == targets[..., None]

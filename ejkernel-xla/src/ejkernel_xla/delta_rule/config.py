@@ -22,7 +22,7 @@ class DeltaRuleConfig:
         chunk_size: tokens between two states, rounded up to a power of two and cut to the length.
         chunks_per_step: chunks whose products are formed together. The backward phase keeps one state per step and recomputes
             the others. Not used token by token: there a step is a chunk.
-        token_by_token: run chunks in the order of the recurrence, as calls with `chunked=False` always are.
+        token_by_token: run chunks in the order of the recurrence, as calls with `use_chunked=False` always are.
     """
 
     chunk_size: int = 64

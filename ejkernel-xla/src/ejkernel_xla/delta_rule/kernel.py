@@ -26,7 +26,7 @@ def _nothing_to_do(call: DeltaRuleCall) -> bool:
 
 def _as_run(call: DeltaRuleCall, config: DeltaRuleConfig) -> DeltaRuleCall:
     """Token by token if the config says so; one token is one step of the recurrence anyhow."""
-    return dataclasses.replace(call, chunked=False) if config.token_by_token or call.query.shape[1] == 1 else call
+    return dataclasses.replace(call, use_chunked=False) if config.token_by_token or call.query.shape[1] == 1 else call
 
 
 def _initial(call: DeltaRuleCall, inputs: DeltaRuleInputs) -> Any:
@@ -107,7 +107,7 @@ def _of(mask: Any) -> Any:
 
 def _run_singles(call: DeltaRuleCall, layout: Packed, tokens: Tokens, initial: Any) -> tuple[Any, Any, Any]:
     """Every sequence of one token, as if all were a batch of single steps."""
-    return run_step(dataclasses.replace(call, chunked=False), initial.reshape(-1, *initial.shape[2:]), Step(tokens))
+    return run_step(dataclasses.replace(call, use_chunked=False), initial.reshape(-1, *initial.shape[2:]), Step(tokens))
 
 
 def backward(

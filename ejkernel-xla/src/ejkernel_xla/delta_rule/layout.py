@@ -33,7 +33,7 @@ class Grid:
         chunks = -(-length // size)
         if call.cu_seqlens is not None:
             chunks = min((length + call.sequences * (size - 1)) // size, length)
-        steps = -(-chunks // (config.chunks_per_step if call.chunked else 1))
+        steps = -(-chunks // (config.chunks_per_step if call.use_chunked else 1))
         return cls(steps, -(-chunks // steps), size)
 
     @property

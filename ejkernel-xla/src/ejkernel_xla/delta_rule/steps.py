@@ -68,7 +68,7 @@ def _vectors(call: DeltaRuleCall, tokens: Tokens) -> _Vectors:
     query, key, value = (array.astype(dtype) for array in tokens[:3])
     if call.use_qk_l2norm:
         query, key = divided_by_length(query), divided_by_length(key)
-    query, key, value = wide(query * call.scale), wide(key), wide(value)
+    query, key, value = wide(query * call.softmax_scale), wide(key), wide(value)
     beta = jnp.ones_like(key[..., :1]) if tokens.beta is None else wide(tokens.beta.astype(dtype))[..., None]
     if tokens.decay is None:
         decay = jnp.zeros_like(key[..., :1])
@@ -91,7 +91,7 @@ def run_step(call: DeltaRuleCall, state: Any, step: Step) -> tuple[Any, Any, Any
     Returns:
         The state, out `[n, b, H, c, v]`, and the state after each chunk `[n, b, H, d, v]` if there are starts, else None.
     """
-    return (_by_chunks if call.chunked else _by_tokens)(call, state, step)
+    return (_by_chunks if call.use_chunked else _by_tokens)(call, state, step)
 
 
 def _enter(state: Any, first: Any, start: Any) -> Any:

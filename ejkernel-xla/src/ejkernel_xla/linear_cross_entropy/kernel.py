@@ -121,7 +121,7 @@ def _gradients(
     targets = rows.target_after_ignored + IGNORED
     valid = targets != IGNORED
     x = jnp.where(valid[..., None], x, jnp.zeros((), x.dtype))
-    logits, slope = capped(call.soft_cap, tiles.logits(x, head, (0, 0)))
+    logits, slope = capped(call.logit_softcap, tiles.logits(x, head, (0, 0)))
     shift = shift_of(jnp.max(logits, axis=-1))
     lse = shift + jnp.log(jnp.sum(jnp.exp(logits - shift[..., None]), axis=-1))
     here = (targets >= 0) & (targets < tiles.size)

@@ -22,7 +22,7 @@ class TokenByToken(Chunk):
             own = jnp.sum(query * key * shared.bonus, axis=-1)[..., None] * value
             return after, self.dot("xkrd,xkrdv->xkrv", query, state) + own
 
-        arrays = (tokens.query * self.call.scale, tokens.key, tokens.value, *self._factors(tokens, shared, valid))
+        arrays = (tokens.query * self.call.softmax_scale, tokens.key, tokens.value, *self._factors(tokens, shared, valid))
         state, out = jax.lax.scan(step, state, jax.tree.map(lambda array: jnp.moveaxis(array, 1, 0), arrays))
         return state, jnp.moveaxis(out, 0, 1)
 

@@ -116,7 +116,7 @@ class Chunk:
         return state + self.dot("xjkrd,xjkrv->xkrdv", key, value) + nan_where(spread, state.dtype)
 
     def _read(self, state: Any, tokens: Tokens, shared: Shared, logs: _Logs) -> Any:
-        query = tokens.query * self.call.scale
+        query = tokens.query * self.call.softmax_scale
         earlier = _earlier(self.size, self.exclusive)
         decayed = query if logs.key is None else query * jnp.exp(_sums(earlier, logs.key))
         out = self.dot("xikrd,xkrdv->xikrv", decayed, state)

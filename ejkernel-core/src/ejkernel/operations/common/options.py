@@ -29,13 +29,13 @@ def as_number(name: str, value: Any) -> float:
     return number
 
 
-def as_soft_cap(value: Any) -> float | None:
+def as_soft_cap(value: Any, name: str = "logits_soft_cap") -> float | None:
     """A cap > 0 or None."""
     if value is None:
         return None
-    cap = as_number("logits_soft_cap", value)
+    cap = as_number(name, value)
     if cap <= 0:
-        raise invalid("logits_soft_cap", cap, "a value > 0, or None for no cap")
+        raise invalid(name, cap, "a value > 0, or None for no cap")
     return cap
 
 

@@ -19,8 +19,8 @@ def output_scale(value: Any, width: int, dtype: Any) -> tuple[float, Callable[[A
     """
     default = max(width, 1) ** -0.5
     if not is_traced(value):
-        return default if value is None else finite_number("scale", value), lambda out: out
-    factor = traced_number("scale", value, accumulator(dtype)) / default
+        return default if value is None else finite_number("softmax_scale", value), lambda out: out
+    factor = traced_number("softmax_scale", value, accumulator(dtype)) / default
     return default, lambda out: multiplied(out, factor)
 
 

@@ -83,7 +83,7 @@ TOGGLES = {
     "head": Toggle("head-square", drop="head"),
     "head_bias": Toggle("head", drop="head_bias"),
     "transpose_head": Toggle("head-square-transposed", {"transpose_head": False}),
-    "soft_cap": Toggle("logits-soft-cap", {"logit_softcap": None}),
+    "logit_softcap": Toggle("logits-soft-cap", {"logit_softcap": None}),
     "sum_logits": Toggle("logits", {"sum_logits": False}),
     "precision": Toggle("head-precision", {"precision": "default"}, program=True, dtype="float32"),
 }

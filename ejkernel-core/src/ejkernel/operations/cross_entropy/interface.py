@@ -51,7 +51,7 @@ class CrossEntropyCall(Call):
 
     Attributes:
         transpose_head: head is `[b, v, d]`.
-        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, -inf stays -inf.
+        logit_softcap: c in `c * tanh(logits / c)`; -inf stays -inf.
         sum_logits: logit_sum is a public output.
         precision: of the products: None (full precision of the common dtype), or "default", "high", "highest".
     """
@@ -61,7 +61,7 @@ class CrossEntropyCall(Call):
     head: ArraySpec | None = None
     head_bias: ArraySpec | None = None
     transpose_head: bool = False
-    soft_cap: float | None = None
+    logit_softcap: float | None = None
     sum_logits: bool = False
     precision: str | None = None
 
@@ -84,6 +84,7 @@ class CrossEntropy(Operation):
     Inputs = CrossEntropyInputs
     Outputs = CrossEntropyOutputs
     revisions = (6,)
+    renamed = (("soft_cap", "logit_softcap"),)
     differentiable = ("x", "head", "head_bias")
     shardable = SHARDABLE_ROWS
 
@@ -127,7 +128,7 @@ class CrossEntropy(Operation):
         call = CrossEntropyCall(
             **{name: ArraySpec.of(value) for name, value in named(inputs)},  # pyright: ignore[reportArgumentType]
             transpose_head=transpose_head,
-            soft_cap=as_soft_cap(logit_softcap),
+            logit_softcap=as_soft_cap(logit_softcap, "logit_softcap"),
             sum_logits=vocabulary.as_flag("sum_logits", sum_logits),
             precision=as_precision(precision),
         )

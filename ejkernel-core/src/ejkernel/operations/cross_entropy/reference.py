@@ -32,9 +32,9 @@ def _rows(call: CrossEntropyCall, inputs: CrossEntropyInputs) -> _Rows:
     if inputs.head_bias is not None:
         logits = logits + inputs.head_bias[:, None]
     slope = np.ones_like(logits)
-    if call.soft_cap is not None:
-        capped = np.tanh(logits / call.soft_cap)
-        logits, slope = np.where(np.isneginf(logits), -np.inf, call.soft_cap * capped), 1 - capped**2
+    if call.logit_softcap is not None:
+        capped = np.tanh(logits / call.logit_softcap)
+        logits, slope = np.where(np.isneginf(logits), -np.inf, call.logit_softcap * capped), 1 - capped**2
     largest = logits.max(-1, keepdims=True)
     lse = largest + np.log(np.exp(logits - largest).sum(-1, keepdims=True))
     onehot = np.arange(call.vocabulary) == targets[..., None]

@@ -39,19 +39,28 @@ def delta(*, seg_ids: Any, platform: Any, cfg: Any, **rest: Any) -> Any:
     return OPERATION.invoke(arrays, rest, platform=platform, cfg=cfg)
 
 
-def product(*, seg_ids: Any, platform: Any, cfg: Any, steps: int, **rest: Any) -> Any:
+def product(*, seg_ids: Any, platform: Any, cfg: Any, **rest: Any) -> Any:
     """`delta` with several steps of each token, for `over_mesh`."""
     names = ("query", "key", "value", "beta", "decay", "initial_state", "cu_seqlens")
     arrays = {**{name: rest.pop(name) for name in names}, "segments": seg_ids}
-    return OPERATION.invoke(arrays, {**rest, "steps": steps}, platform=platform, cfg=cfg, form=_by_steps)
+    return OPERATION.invoke(arrays, rest, platform=platform, cfg=cfg, form=_by_steps)
 
 
 def _by_steps(
-    *, query: Any, key: Any, value: Any, beta: Any, decay: Any, segments: Any, cu_seqlens: Any, steps: int, **rest: Any
+    *,
+    query: Any,
+    key: Any,
+    value: Any,
+    beta: Any,
+    decay: Any,
+    segments: Any,
+    cu_seqlens: Any,
+    num_householder: int,
+    **rest: Any,
 ) -> Bound:
     """Canonicalise tokens of several steps as steps: the first decays, the last is read."""
     check_compute("query", query, ndim=4)
-    batch, length = query.shape[:2]
+    (batch, length), steps = query.shape[:2], num_householder
     for name, array, ndim in (("key", key, 4), ("value", value, 4), ("beta", beta, 3)):
         check_compute(name, array, ndim=ndim)
         if array.shape[:2] != (batch, length * steps):

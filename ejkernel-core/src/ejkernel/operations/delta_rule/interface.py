@@ -60,9 +60,9 @@ class DeltaRuleCall(Call):
     """Static facts.
 
     Attributes:
-        scale: factor of the output.
+        softmax_scale: factor of the output.
         use_qk_l2norm: query and key are divided by their lengths, `sqrt(sum x^2 + NORM_EPSILON)`, first.
-        chunked: many tokens at once, by matrix products, where that is faster; else token after token. The numbers are the same.
+        use_chunked: many tokens at once, by matrix products, where that is faster; else token after token; the same numbers.
         reverse: every sequence runs from its last token to its first.
         return_state: final_state is wanted.
     """
@@ -77,9 +77,9 @@ class DeltaRuleCall(Call):
     initial_state: ArraySpec | None = None
     segments: ArraySpec | None = None
     cu_seqlens: ArraySpec | None = None
-    scale: float = 1.0
+    softmax_scale: float = 1.0
     use_qk_l2norm: bool = False
-    chunked: bool = True
+    use_chunked: bool = True
     reverse: bool = False
     return_state: bool = False
 
@@ -123,9 +123,10 @@ class DeltaRule(Operation):
     Inputs = DeltaRuleInputs
     Outputs = DeltaRuleOutputs
     revisions = (12,)
+    renamed = (("scale", "softmax_scale"), ("chunked", "use_chunked"))
     differentiable = ("query", "key", "value", "beta", "decay", "a", "b", "initial_state")
     shardable = ("b", "h")
-    traceable = ("scale",)
+    traceable = ("softmax_scale",)
 
     def canonicalise(
         self,
@@ -140,9 +141,9 @@ class DeltaRule(Operation):
         segments: Any = None,
         cu_seqlens: Any = None,
         *,
-        scale: float | None = None,
+        softmax_scale: float | None = None,
         use_qk_l2norm: bool = False,
-        chunked: bool = True,
+        use_chunked: bool = True,
         reverse: bool = False,
         return_state: bool = False,
     ) -> Bound:
@@ -157,10 +158,15 @@ class DeltaRule(Operation):
             a, b: `[B,T,K,D]`.
             segments: integers `[B,T]` or `[1,T]`; below 0 is padding.
             cu_seqlens: integers `[n + 1]`, not decreasing, from 0 to at most T, with B = 1.
-            scale: None = `1 / sqrt(D)`. Traced, it multiplies the output after the operation.
-            use_qk_l2norm, chunked, reverse, return_state: as in `DeltaRuleCall`.
+            softmax_scale: None = `1 / sqrt(D)`. Traced, it multiplies the output after the operation.
+            use_qk_l2norm, use_chunked, reverse, return_state: as in `DeltaRuleCall`.
         """
-        flags: Any = {"use_qk_l2norm": use_qk_l2norm, "chunked": chunked, "reverse": reverse, "return_state": return_state}
+        flags: Any = {
+            "use_qk_l2norm": use_qk_l2norm,
+            "use_chunked": use_chunked,
+            "reverse": reverse,
+            "return_state": return_state,
+        }
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise wrong_type(name, repr(flag), "a bool")
@@ -191,8 +197,8 @@ class DeltaRule(Operation):
             cu_seqlens=None if cu_seqlens is None else as_bounds(cu_seqlens),
         )
         specs: Any = {name: ArraySpec.of(array) for name, array in named(inputs)}
-        factor, multiply = output_scale(scale, width, query.dtype)
-        call = DeltaRuleCall(**specs, scale=factor, **flags)
+        factor, multiply = output_scale(softmax_scale, width, query.dtype)
+        call = DeltaRuleCall(**specs, softmax_scale=factor, **flags)
 
         def finish(outputs: DeltaRuleOutputs) -> Any:
             out = multiply(outputs.out)

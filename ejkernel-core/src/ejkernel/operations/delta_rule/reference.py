@@ -87,7 +87,7 @@ def forward(call: DeltaRuleCall, inputs: DeltaRuleInputs) -> DeltaRuleOutputs:
         for token, fresh in tokens:
             at = (row, token)
             state = final[row, index] = _next(x, at, final[row, index] * (not fresh))
-            out[at] = call.scale * np.einsum("hd,hdv->hv", x.query[at], state)
+            out[at] = call.softmax_scale * np.einsum("hd,hdv->hv", x.query[at], state)
     return DeltaRuleOutputs(out, final if call.return_state else None)
 
 
@@ -115,7 +115,7 @@ def backward(
         d_state = d_initial[row, index]
         for number in reversed(range(len(tokens))):
             token, fresh = tokens[number]
-            at, grad = (row, token), cotangents.out[row, token] * call.scale
+            at, grad = (row, token), cotangents.out[row, token] * call.softmax_scale
             old, new = states[number] * (not fresh), states[number + 1]
             d_state = d_state + _outer(x.query[at], grad)
             correction = np.einsum("hd,hdv->hv", x.read[at], old)

@@ -49,7 +49,7 @@ TOGGLES = {
     "head_bias": Toggle("bias", drop="head_bias"),
     "weights": Toggle("weights", drop="weights"),
     "transpose_head": Toggle("square-transposed", {"transpose_head": False}),
-    "soft_cap": Toggle("soft-cap", {"logit_softcap": None}),
+    "logit_softcap": Toggle("soft-cap", {"logit_softcap": None}),
     "label_smoothing": Toggle("bias", {"label_smoothing": 0.0}),
     "z_loss": Toggle("weights", {"z_loss": 0.0}),
     "precision": Toggle("precision", {"precision": "default"}, program=True, dtype="float32"),

@@ -57,7 +57,7 @@ class LinearCrossEntropyCall(Call):
 
     Attributes:
         transpose_head: head is `[b, v, d]`.
-        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, -inf stays -inf.
+        logit_softcap: c in `c * tanh(logits / c)`; -inf stays -inf.
         label_smoothing: s in [0, 1].
         z_loss: weight of the square of lse, >= 0.
         precision: of the products: None (full precision of the common dtype), or "default", "high", "highest".
@@ -69,7 +69,7 @@ class LinearCrossEntropyCall(Call):
     head_bias: ArraySpec | None = None
     weights: ArraySpec | None = None
     transpose_head: bool = False
-    soft_cap: float | None = None
+    logit_softcap: float | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     precision: str | None = None
@@ -88,7 +88,7 @@ class LinearCrossEntropyCall(Call):
             head=self.head,
             head_bias=self.head_bias,
             transpose_head=self.transpose_head,
-            soft_cap=self.soft_cap,
+            logit_softcap=self.logit_softcap,
             sum_logits=self.label_smoothing > 0,
             precision=self.precision,
         )
@@ -108,6 +108,7 @@ class LinearCrossEntropy(Operation):
     Inputs = LinearCrossEntropyInputs
     Outputs = LinearCrossEntropyOutputs
     revisions = (7,)
+    renamed = PER_ROW.renamed
     differentiable = ("x", "head", "head_bias")
     constants = ("penalty",)
     shardable = SHARDABLE_ROWS
@@ -157,7 +158,7 @@ class LinearCrossEntropy(Operation):
         call = LinearCrossEntropyCall(
             **{name: ArraySpec.of(value) for name, value in named(inputs)},  # pyright: ignore[reportArgumentType]
             transpose_head=rows.transpose_head,
-            soft_cap=rows.soft_cap,
+            logit_softcap=rows.logit_softcap,
             label_smoothing=smoothing,
             z_loss=finite_number("z_loss", z_loss, at_least=0),
             precision=rows.precision,

@@ -98,18 +98,20 @@ CASES = (
     Case("scalar", arrays(length=21, decays="g gamma")),
     Case("no-decay", arrays(length=17)),
     Case("value-decay", arrays(decays="gv g", state=True), _STATE),
-    Case("every-decay", arrays(decays="g gamma gk gv", state=True), {"scale": 1.0, **_STATE}),
+    Case("every-decay", arrays(decays="g gamma gk gv", state=True), {"softmax_scale": 1.0, **_STATE}),
     Case("gamma", arrays(decays="gamma"), {"precision": "highest"}),
     Case("bonus", arrays(decays="gk", bonus=True, state=True), _STATE),
     Case("bonus-every-decay", arrays(decays="g gv", bonus=True), {"reverse": True}),
     Case("value-scale", arrays(heads=1, value_heads=4, decays="g", value_scale=True, state=True), _STATE),
     Case("value-scale-bonus", arrays(decays="gk", bonus=True, value_scale=True, skip="head"), {"reverse": True}),
     Case("skip", arrays(heads=1, value_heads=4, decays="g gamma", skip="head", state=True), _STATE, tags=_TRANSFORMS),
-    Case("skip-by-channel", arrays(heads=2, query_heads=4, decays="gv", value_scale=True, skip="channel"), {"scale": 2.0}),
+    Case(
+        "skip-by-channel", arrays(heads=2, query_heads=4, decays="gv", value_scale=True, skip="channel"), {"softmax_scale": 2.0}
+    ),
     Case(
         "ssd",
         arrays(heads=2, value_heads=4, decays="g", value_scale=True, skip="channel", state=True, transposed=True),
-        {"scale": 1.0, **_TRANSPOSED},
+        {"softmax_scale": 1.0, **_TRANSPOSED},
     ),
     Case(
         "packed-ssd",
@@ -166,7 +168,7 @@ TOGGLES = {
     "skip": Toggle("skip", drop="skip"),
     "initial_state": Toggle("gla", drop="initial_state"),
     "cu_seqlens": Toggle("packed-reset", drop="cu_seqlens"),
-    "scale": Toggle("gla", {"scale": 2.0}),
+    "softmax_scale": Toggle("gla", {"softmax_scale": 2.0}),
     "reverse": Toggle("gla", {"reverse": True}),
     "return_state": Toggle("scalar", {"return_state": True}),
     "transposed_state": Toggle("square-state", {"transposed_state": True}),

@@ -16,6 +16,6 @@ def dims_of(cu_seqlens: Any, g_gamma: Any) -> dict[str, str]:
     return {**dims, "initial_state": state, "cu_seqlens": "s"}
 
 
-def recurrence(*, platform: t.Platforms, cfg: Any, scale: Any, reverse: bool, return_state: bool, **arrays: Any) -> Any:
-    options = {"scale": scale, "reverse": reverse, "return_state": return_state}
+def recurrence(*, platform: t.Platforms, cfg: Any, softmax_scale: Any, reverse: bool, return_state: bool, **arrays: Any) -> Any:
+    options = {"softmax_scale": softmax_scale, "reverse": reverse, "return_state": return_state}
     return _LINEAR_RECURRENCE.invoke(arrays, options, platform=platform, cfg=cfg)

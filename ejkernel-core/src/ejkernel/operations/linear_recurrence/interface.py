@@ -60,7 +60,7 @@ class LinearRecurrenceCall(Call):
     """Static facts.
 
     Attributes:
-        scale: factor of what is read from the state.
+        softmax_scale: factor of what is read from the state.
         reverse: every sequence runs from its last token to its first.
         return_state: final_state is wanted.
         transposed_state: states are `[b, n, H, v, d]`, as state-space models keep them.
@@ -79,7 +79,7 @@ class LinearRecurrenceCall(Call):
     skip: ArraySpec | None = None
     initial_state: ArraySpec | None = None
     cu_seqlens: ArraySpec | None = None
-    scale: float = 1.0
+    softmax_scale: float = 1.0
     reverse: bool = False
     return_state: bool = False
     transposed_state: bool = False
@@ -120,9 +120,10 @@ class LinearRecurrence(Operation):
     Inputs = LinearRecurrenceInputs
     Outputs = LinearRecurrenceOutputs
     revisions = (11, ("value_scale", "skip", "transposed_state"))
+    renamed = (("scale", "softmax_scale"),)
     differentiable = ("query", "key", "value", "g", "g_gamma", "gk", "gv", "bonus", "value_scale", "skip", "initial_state")
     shardable = ("b", "h")
-    traceable = ("scale",)
+    traceable = ("softmax_scale",)
 
     def canonicalise(
         self,
@@ -139,7 +140,7 @@ class LinearRecurrence(Operation):
         initial_state: Any = None,
         cu_seqlens: Any = None,
         *,
-        scale: float | None = None,
+        softmax_scale: float | None = None,
         reverse: bool = False,
         return_state: bool = False,
         transposed_state: bool = False,
@@ -147,10 +148,10 @@ class LinearRecurrence(Operation):
     ) -> Bound:
         """Check and bring the state to `[B, n, H, D, V]`, or `[B, n, H, V, D]` with transposed_state.
 
-        Arguments as in `ejkernel.recurrent_attention`; scale is its softmax_scale. bonus: weight of the token itself `[heads,D]`;
-        None: the state after the token is read. value_scale `[B,T,heads]`: factor of the value, as the step size of a state-space
-        model. skip `[heads]` or `[heads,V]`: how much of the value itself the output takes; beside it scale is not traced. Every
-        array has H or K heads, the most and the fewest of query, key and value.
+        Arguments as in `ejkernel.recurrent_attention`. bonus: weight of the token itself `[heads,D]`; None: the state after the
+        token is read. value_scale `[B,T,heads]`: factor of the value, as the step size of a state-space model. skip `[heads]` or
+        `[heads,V]`: how much of the value itself the output takes; beside it softmax_scale is not traced. Every array has H or K
+        heads, the most and the fewest of query, key and value.
         """
         for name, flag in (("reverse", reverse), ("return_state", return_state), ("transposed_state", transposed_state)):
             if not isinstance(flag, bool):
@@ -178,9 +179,9 @@ class LinearRecurrence(Operation):
         if skip is not None:
             check_compute("skip", skip)
             _check_shared("skip", skip, (), heads, (channels,) if skip.ndim == 2 else ())
-            if is_traced(scale):
+            if is_traced(softmax_scale):
                 remedy = "multiply the query, or add skip times value to the output"
-                raise invalid("scale", "a traced number", "a concrete one beside skip", remedy=remedy)
+                raise invalid("softmax_scale", "a traced number", "a concrete one beside skip", remedy=remedy)
         if cu_seqlens is not None:
             check_packed(cu_seqlens, "query", batch)
         if initial_state is not None:
@@ -205,10 +206,10 @@ class LinearRecurrence(Operation):
             as_bounds(cu_seqlens) if packed else None,
         )
         specs: dict[str, Any] = {name: ArraySpec.of(array) for name, array in named(inputs)}
-        factor, multiply = output_scale(scale, width, query.dtype)
+        factor, multiply = output_scale(softmax_scale, width, query.dtype)
         call = LinearRecurrenceCall(
             **specs,
-            scale=factor,
+            softmax_scale=factor,
             reverse=reverse,
             return_state=return_state,
             transposed_state=transposed_state,

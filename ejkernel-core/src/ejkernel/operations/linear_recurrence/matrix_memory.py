@@ -27,7 +27,7 @@ def matrix_memory(
     initial_state: Any,
     cu_seqlens: Any,
     forget_activation: str,
-    scale: float | None,
+    softmax_scale: float | None,
     epsilon: float,
 ) -> Bound:
     """Canonicalise mLSTM as a linear recurrence of keys that the input gate weights; n is C of a value channel of ones."""
@@ -64,7 +64,7 @@ def matrix_memory(
         log_forget + (before - peak),  # of two large numbers first
         initial_state=state,
         cu_seqlens=cu_seqlens,
-        scale=scale,
+        softmax_scale=softmax_scale,
         return_state=True,
     )
 

@@ -74,7 +74,7 @@ def forward(call: LinearRecurrenceCall, inputs: LinearRecurrenceInputs) -> Linea
             before, outer = state, x.key[row, t][:, :, None] * _written(x, row, t)[:, None, :]
             state = _decay(x, row, t) * before + outer
             seen = state if x.bonus is None else before + _bonus(x, row)[:, :, None] * outer
-            out[row, t] = call.scale * np.einsum("hd,hdv->hv", x.query[row, t], seen)
+            out[row, t] = call.softmax_scale * np.einsum("hd,hdv->hv", x.query[row, t], seen)
             if x.skip is not None:
                 out[row, t] += x.skip[row % len(x.skip)] * x.value[row, t]
         final[row, index] = state
@@ -112,7 +112,7 @@ def _state_shape(x: LinearRecurrenceInputs) -> tuple[int, int, int]:
 
 def _pull_token(call: Any, x: Any, grads: Any, d_out: Any, row: int, t: int, before: Any, after: Any, d_state: Any) -> Any:
     """Add the gradients of one token; from the gradient of the state after it, that of the state before it."""
-    q, k, v, d_o = x.query[row, t], x.key[row, t], _written(x, row, t), call.scale * d_out[row, t]
+    q, k, v, d_o = x.query[row, t], x.key[row, t], _written(x, row, t), call.softmax_scale * d_out[row, t]
     d_seen = q[:, :, None] * d_o[:, None, :]
     d_before, d_outer = np.zeros_like(d_seen), np.zeros_like(d_seen)
     if x.bonus is None:

@@ -57,7 +57,7 @@ def state_space(
         skip=None if D is None else D.astype(steps.dtype),
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
-        scale=1.0,
+        softmax_scale=1.0,
         return_state=True,
         transposed_state=True,
         precision=precision,

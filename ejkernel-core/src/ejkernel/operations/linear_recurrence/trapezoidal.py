@@ -80,7 +80,7 @@ def trapezoidal(
         logs,
         initial_state=state,
         cu_seqlens=cu_seqlens,
-        scale=1.0,
+        softmax_scale=1.0,
         return_state=True,
         precision="default" if precision is None and x.dtype != wide else precision,
     )
