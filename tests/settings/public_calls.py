@@ -306,8 +306,10 @@ def _of_its_operation(name: str) -> PublicCall:
     """The call of a function that has no row above: its operation's first case that fits the sizes' names."""
     case, call = next((case, bound_shapes(name, case, "float32")[1]) for case in operation_module(name, "cases").CASES)
     arrays = {array: np.asarray(value) for array, value in case.arrays(np.random.default_rng(0)).items()}
-    axes = get_operation(name).dimensions(call)
-    return PublicCall(name, arrays, {array: axes[array].replace("?", "") for array in arrays}, dict(case.options))
+    operation = get_operation(name)
+    dims = operation.dimensions(call)  # of the contract, which may put axes before those of the public function
+    axes = {array: " ".join(dims[array].replace("?", "").split()[-value.ndim :]) for array, value in arrays.items()}
+    return PublicCall(name, arrays, axes, dict(case.options), differentiable=bool(operation.differentiable))
 
 
 SERVING = {call.name: call for call in _serving()}

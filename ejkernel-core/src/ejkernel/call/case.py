@@ -20,7 +20,8 @@ class Case:
         tags: `"bench"` for problems of the size of an accelerator's benchmark, `"bench-cpu"` for a CPU's, `"bench-float8"` for
             an accelerator's with operands in float8, `"extreme"` for those beyond low-precision dtypes, `"wide-range"` for those
             beyond float16 only, `"nan"` for those in which the reference has NaN: an output is NaN exactly there, a gradient is
-            compared elsewhere; `"sums"` for those with gradients that are sums over time of what cancels. And so on.
+            compared elsewhere; `"kink"` for those where the reference has no derivative; `"sums"` for those with gradients that are
+            sums over time of what cancels. And so on.
     """
 
     name: str

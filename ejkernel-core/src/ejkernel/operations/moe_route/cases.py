@@ -43,6 +43,8 @@ _V3 = {"k": 8, "scoring": "sigmoid", "num_groups": 8, "top_groups": 4, "scale": 
 _RAW = {"k": 3, "normalize": False}
 _NAN, _BENCH, _CPU = (frozenset({tag}) for tag in ("nan", "bench", "bench-cpu"))
 
+_KINK = frozenset({"kink"})
+
 CASES = (
     Case("softmax", arrays(7, 8), {"k": 2}, tags=frozenset({"transforms"})),
     Case("sigmoid-bias-groups", arrays(5, 64, bias=True), _V3, tags=frozenset({"transforms"})),
@@ -55,8 +57,8 @@ CASES = (
     Case("sigmoid-as-they-are", arrays(7, 16), {"k": 1, "scoring": "sigmoid", "normalize": False}),
     Case("sigmoid-bias", arrays(7, 128, bias=True), {"k": 8, "scoring": "sigmoid", "scale": 0.5}),
     Case("groups-of-1", arrays(6, 8), {"k": 2, "scoring": "sigmoid", "num_groups": 8, "top_groups": 3}),
-    Case("ties", arrays(33, 16, levels=3), {"k": 4}),
-    Case("ties-groups", arrays(33, 16, levels=2), {"k": 4, "scoring": "sigmoid", "num_groups": 4, "top_groups": 2}),
+    Case("ties", arrays(33, 16, levels=3), {"k": 4}, _KINK),
+    Case("ties-groups", arrays(33, 16, levels=2), {"k": 4, "scoring": "sigmoid", "num_groups": 4, "top_groups": 2}, _KINK),
     Case("masked", arrays(9, 10, masked=0.7), {"k": 4}),
     Case("masked-of-all", arrays(9, 10, masked=0.7), _RAW),
     Case("masked-groups", arrays(17, 32, bias=True, masked=0.8), {**_V3, "k": 4}),
