@@ -20,15 +20,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ejkernel_serve.completion import Choice, Completion, answer_to
+from ejkernel_serve.completion import Completion, TextChoice, answer_to
 from ejkernel_serve.config import Limits
 from ejkernel_serve.engine import Engine
-from ejkernel_serve.protocol import ApiError, CompletionRequest, parse
+from ejkernel_serve.protocol import ApiError, CompletionRequest, check_choices, parse
 from ejkernel_serve.scheduler import QueueFullError
 from ejkernel_serve.transport import Bodies, EventStream, unless_gone
 from ejkernel_serve.worker import Generation, StoppedError, Worker
 
-__all__ = ["MAX_BODY", "Choice", "Service", "application"]
+__all__ = ["MAX_BODY", "Service", "TextChoice", "application"]
 
 T = TypeVar("T")
 
@@ -139,15 +139,12 @@ class Service:
         return wanted, self._submit(wanted)
 
     def _submit(self, wanted: CompletionRequest) -> list[Generation]:
-        config, choices = self.worker.engine.config, len(wanted.prompt) * wanted.n
-        if choices > config.capacity:
-            raise ApiError(
-                400, f"n times the number of prompts is {choices}; at most {config.capacity} are possible", param="n"
-            )
-        longest, possible = max(len(prompt) for prompt in wanted.prompt), config.max_length
-        if longest + wanted.max_tokens > possible:
-            message = f"the prompt has {longest} tokens and max_tokens is {wanted.max_tokens}; together at most {possible} fit"
-            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+        config = self.worker.engine.config
+        check_choices(wanted, config.capacity)
+        longest, possible = max(len(prompt) for prompt in wanted.prompts), config.max_length
+        if longest + wanted.most > possible:
+            message = f"the prompt has {longest} tokens and max_tokens is {wanted.most}; together at most {possible} fit"
+            raise ApiError(400, message, param=wanted.source, code="context_length_exceeded")
         _ = wanted.stops, wanted.echoes  # computed here, for the loop
         try:
             return self.worker.submit(wanted.requests())
@@ -156,7 +153,7 @@ class Service:
         except StoppedError as error:
             raise answer_to(error) from None
         except ValueError as error:
-            raise ApiError(400, str(error), param="prompt") from None
+            raise ApiError(400, str(error), param=wanted.source) from None
 
 
 def _if_it_worked(done: Future[T], then: Callable[[T], object]) -> None:
