@@ -2,61 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from recomputed import greedy, logits, prompts
 
 from ejkernel_serve import device
 from ejkernel_serve.config import EngineConfig, Sampling
 from ejkernel_serve.device import TOKENS
 from ejkernel_serve.engine import Engine
 from ejkernel_train.config import MODELS
-from ejkernel_train.model import Context, Model, rotary
-from ejkernel_train.operations import choose
-from ejkernel_train.sharding import Layout
+from ejkernel_train.model import Model
 
 Engines = Callable[..., Engine]
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
-
-
-@functools.cache
-def _logits(model_config: Any, length: int) -> Callable[[Model, jax.Array], jax.Array]:
-    operations = choose("plain")
-
-    def forward(model: Model, tokens: jax.Array) -> jax.Array:
-        context = Context(operations, Layout(), *rotary(length, model_config.head_size))
-        x = model.embedding[tokens][None]
-        for repeat in range(model_config.repeats):
-            for block in jax.tree.map(operator.itemgetter(repeat), model.blocks):
-                x, _ = block(x, context)
-        return operations.rms_norm(x[0], model.norm) @ model.embedding.T
-
-    return jax.jit(forward)
-
-
-def logits(model: Model, tokens: list[int]) -> np.ndarray:
-    """Of the next token, `[V]`. What stands after the tokens is not seen."""
-    padded = np.zeros(64, np.int32)
-    padded[: len(tokens)] = tokens
-    return np.asarray(_logits(model.config, 64)(model, jnp.asarray(padded)))[len(tokens) - 1]
-
-
-def greedy(model: Model, prompt: list[int], number: int = 12) -> list[int]:
-    tokens = list(prompt)
-    while len(tokens) < len(prompt) + number and (tokens == prompt or tokens[-1] != 256):
-        tokens.append(int(logits(model, tokens)[:TOKENS].argmax()))
-    return tokens[len(prompt) :]
-
-
-def prompts(number: int, seed: int = 0) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [[256, *rng.integers(0, 256, rng.integers(1, 40)).tolist()] for _ in range(number)]
 
 
 def test_mixed_batches(model: Model, engine_of: Engines):
@@ -206,6 +168,14 @@ def test_sizes_that_do_not_fit(sizes: dict[str, Any], message: str):
         ({"top_k": -1}, "top_k is -1"),
         ({"seed": 2**64}, "seed is 18446744073709551616"),
         ({"stop": ((1,), ())}, "stop has an empty sequence"),
+        ({"min_p": 1.1}, "min_p is 1.1"),
+        ({"min_p": float("nan")}, "min_p is nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; give a number in .0.01, 100., 1 for none"),
+        ({"presence_penalty": -2.5}, "presence_penalty is -2.5; give a number in .-2, 2."),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+        ({"logit_bias": {5: 101.0}}, "logit_bias has 101.0 for token 5"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias has 1.0 for token -1"),
+        ({"top_logprobs": 21}, "top_logprobs is 21; give an int in .0, 20."),
     ],
 )
 @pytest.mark.unsampled
@@ -217,3 +187,5 @@ def test_settings_that_do_not_fit(settings: dict[str, Any], message: str):
 def test_tokens_that_are_no_bytes(engine_of: Engines):
     with pytest.raises(ValueError, match="token 257; give bytes, or 256 before a document"):
         engine_of().submit([1, 257], GREEDY)
+    with pytest.raises(ValueError, match="logit_bias has the token 257; give tokens below 257"):
+        engine_of().submit([1], Sampling(logit_bias={257: 1.0}))

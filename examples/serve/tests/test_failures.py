@@ -112,7 +112,9 @@ def test_an_error_of_a_reader(
 
     with serving(engine_of(**SIZES)) as server:
         with monkeypatch.context() as patch:
-            patch.setattr(*((completion.TextStream, "feed", fail) if place == "text" else (completion.Choice, "object", fail)))
+            patch.setattr(
+                *((completion.TextStream, "feed", fail) if place == "text" else (completion.TextChoice, "object", fail))
+            )
             start = time.monotonic()
             answer = server.complete(prompt="x", max_tokens=5)
             error = answer.json()["error"]
@@ -209,7 +211,7 @@ def test_each_token_has_its_own_offset(tokens: bytes, offsets: list[int]):
     )
 
     async def run() -> dict[str, Any]:
-        choice = completion.Choice(0, Tokens(tokens), wanted)  # pyright: ignore[reportArgumentType]
+        choice = completion.TextChoice(0, Tokens(tokens), wanted)  # pyright: ignore[reportArgumentType]
         parts = [piece async for piece in choice.pieces()]
         whole = choice.object(choice.text, 0)
         assert "".join(part["text"] for part in parts) == whole["text"] == tokens.decode(errors="replace")

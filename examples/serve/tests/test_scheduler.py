@@ -38,7 +38,7 @@ class Memory:
 
     def compute(self, chunk: Chunk) -> Drawn:
         """What is drawn after the chunk and after each draft, which sees the request's tokens and the drafts that lead to it."""
-        request, size, drafts = chunk
+        request, size, drafts, _ = chunk
         assert not drafts or size == 1
         done = request.computed + size
         places = [(request.pages[at // 2], at % 2) for at in range(done + len(drafts))]

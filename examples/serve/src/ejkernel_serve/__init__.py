@@ -1,1 +1,1 @@
-"""A continuous-batching engine on ejkernel's paged operations, and an HTTP endpoint in OpenAI's completion format."""
+"""A continuous-batching engine on ejkernel's paged operations, and HTTP endpoints in OpenAI's formats."""

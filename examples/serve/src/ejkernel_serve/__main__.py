@@ -1,4 +1,4 @@
-"""`python -m ejkernel_serve`: serve a model in OpenAI's completion format."""
+"""`python -m ejkernel_serve`: serve a model in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ejkernel_serve import models
 from ejkernel_serve.config import Limits
@@ -20,6 +21,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--port", type=int, default=8000)
     found.add_argument("--name", help="of the model, for clients; default: llama-tiny and the like")
+    found.add_argument("--chat-template", type=Path, metavar="FILE", help="in Jinja2: what the model reads of a chat")
     found.add_argument("--grace", type=int, default=10, metavar="SECONDS", help="for requests to end in after SIGTERM")
     return found
 
@@ -29,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         import uvicorn
 
+        from ejkernel_serve.chat import DEFAULT_TEMPLATE, ChatTemplate
         from ejkernel_serve.connection import configuration
         from ejkernel_serve.server import application
     except ImportError as error:
@@ -37,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.grace < 0:
             raise ValueError(f"--grace is {arguments.grace}; give at least 0 seconds")
+        template = ChatTemplate.load(arguments.chat_template or DEFAULT_TEMPLATE)
         with contextlib.ExitStack() as opened:
             listeners = bound(arguments.host, arguments.port, opened)  # before what takes long
             engine = models.load_engine(arguments)
@@ -48,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             allow_many_files()
             name = arguments.name or f"{arguments.model}-{arguments.random or arguments.size}"
             grace = arguments.grace
-            server = uvicorn.Server(configuration(application(engine, name), Limits(), timeout_graceful_shutdown=grace))
+            served = application(engine, name, template=template)
+            server = uvicorn.Server(configuration(served, Limits(), timeout_graceful_shutdown=grace))
             host, port = listeners[0].getsockname()[:2]
             print(f"{name} is served on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
             server.run(sockets=listeners)

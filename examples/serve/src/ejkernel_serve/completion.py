@@ -1,4 +1,4 @@
-"""The answer to a completion request, whole or as it grows."""
+"""The answer to a request, whole or as it grows, and how completions are written."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from ejkernel_serve.protocol import ApiError, CompletionRequest
-from ejkernel_serve.scheduler import Reason
+from ejkernel_serve.protocol import ApiError, CompletionRequest, GenerationRequest
+from ejkernel_serve.scheduler import Reason, Top
 from ejkernel_serve.text import TextStream
 from ejkernel_serve.worker import Generation, NotFiniteError, StoppedError, Worker
 
@@ -24,14 +24,11 @@ _AHEAD = 16
 class Completion:
     """The answer to a request. Close it, whichever way it ends."""
 
-    def __init__(self, wanted: CompletionRequest, generations: list[Generation], worker: Worker) -> None:
+    prefix, whole_kind, part_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, wanted: GenerationRequest, generations: list[Generation], worker: Worker) -> None:
         self.wanted, self.generations, self.worker = wanted, generations, worker
-        self._head = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": wanted.model,
-        }
+        self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": wanted.model}
 
     def close(self) -> None:
         """Cancel what has not ended."""
@@ -45,15 +42,16 @@ class Completion:
     def whole(self) -> bytes:
         """The JSON of choices that have ended, one after the other: no thread holds the interpreter for all of them at once."""
         parts: list[str] = []
-        for choice in self._choices():
+        for choice in self._choices(self._best()):
             choice.read()
-            parts.append(json.dumps(choice.object(choice.text, 0), allow_nan=False))
-        others = json.dumps({**self._head, "usage": self._usage()})
+            parts.append(json.dumps(choice.whole(), allow_nan=False))
+        others = json.dumps({**self._head, "object": self.whole_kind, "usage": self._usage()})
         return f'{others[:-1]}, "choices": [{", ".join(parts)}]}}'.encode()
 
     async def events(self) -> AsyncIterator[str]:
         """The choices' pieces as they come, then the usage if it is wanted; or what went wrong."""
-        choices = self._choices()
+        head = {**self._head, "object": self.part_kind}
+        choices = self._choices(self.generations)
         ready: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue(_AHEAD)
         readers = [asyncio.ensure_future(_read(choice, ready)) for choice in choices]
         try:
@@ -65,9 +63,9 @@ class Completion:
                 elif isinstance(found, Exception):
                     raise found
                 else:
-                    yield json.dumps({**self._head, "choices": [found]}, allow_nan=False)
+                    yield json.dumps({**head, "choices": [found]}, allow_nan=False)
             if self.wanted.stream_options.include_usage:
-                yield json.dumps({**self._head, "choices": [], "usage": self._usage()})
+                yield json.dumps({**head, "choices": [], "usage": self._usage()})
         except Exception as error:  # noqa: BLE001 the client is told, and the log
             yield json.dumps(answer_to(error).body)
         finally:
@@ -75,22 +73,35 @@ class Completion:
                 reader.cancel()
         yield "[DONE]"
 
-    def _choices(self) -> list[Choice]:
-        return [Choice(index, each, self.wanted) for index, each in enumerate(self.generations)]
+    def choice(self, index: int, generation: Generation) -> Choice:
+        assert isinstance(self.wanted, CompletionRequest)
+        return TextChoice(index, generation, self.wanted)
+
+    def _choices(self, generations: Sequence[Generation]) -> list[Choice]:
+        return [self.choice(index, each) for index, each in enumerate(generations)]
+
+    def _best(self) -> list[Generation]:
+        """Of each prompt's candidates the `n` with the highest mean log-probabilities, the highest first, or all as they are."""
+        number, candidates = self.wanted.n, self.wanted.candidates
+        if number == candidates:
+            return self.generations
+        groups = (self.generations[start : start + candidates] for start in range(0, len(self.generations), candidates))
+        return [each for group in groups for each in sorted(group, key=_mean_logprob, reverse=True)[:number]]
 
     def _usage(self) -> dict[str, int]:
-        prompt = sum(len(prompt) for prompt in self.wanted.prompt)
+        prompt = sum(len(prompt) for prompt in self.wanted.prompts)
         generated = sum(len(each.request.tokens) - each.request.prompt for each in self.generations)
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
 class Choice:
-    """One of a completion's texts while it grows."""
+    """One of an answer's texts while it grows. Subclasses say how it is written."""
 
-    def __init__(self, index: int, generation: Generation, wanted: CompletionRequest) -> None:
-        self.index, self.generation, self.wanted = index, generation, wanted
+    def __init__(self, index: int, generation: Generation, wanted: GenerationRequest, echo: str = "") -> None:
+        """`echo`: what the text begins with."""
+        self.index, self.generation = index, generation
         self._stream = TextStream(wanted.stops)
-        self._parts, self._fresh = list[str](), [wanted.echoes[index // wanted.n]]
+        self._parts, self._fresh = list[str](), [echo]
         self.tokens: list[int] = []
         self.reason: Reason | None = None
 
@@ -99,17 +110,28 @@ class Choice:
         """All that is certain."""
         return "".join([*self._parts, *self._fresh])
 
-    async def pieces(self) -> AsyncIterator[dict[str, Any]]:
+    def whole(self) -> dict[str, Any]:
+        """The choice, of which nothing has been sent, when it has ended."""
+        raise NotImplementedError
+
+    def pieces(self) -> AsyncIterator[dict[str, Any]]:
         """What is certain, each time that there is some text, and at the end."""
+        raise NotImplementedError
+
+    async def growth(self) -> AsyncIterator[tuple[str, int]]:
+        """The text that has become certain, each time that there is some and at the end, and the number of its first token."""
         sent = 0
         async for token, _, reason in self.generation:
             self._feed(token, reason)
             fresh = "".join(self._fresh)
             if fresh or reason is not None:
-                yield self.object(fresh, sent)
+                yield fresh, sent
                 self._parts.append(fresh)
                 self._fresh.clear()
                 sent = len(self.tokens)
+        if self.reason is None:  # nothing was to be generated
+            self.reason = self.generation.request.reason
+            yield "".join(self._fresh), 0
 
     def read(self) -> None:
         """All tokens of a request that has ended."""
@@ -117,19 +139,7 @@ class Choice:
         generated = request.generated
         for left, token in zip(range(len(generated), 0, -1), generated, strict=True):
             self._feed(token, request.reason if left == 1 else None)
-
-    def object(self, text: str, first: int) -> dict[str, Any]:
-        """With log-probabilities from token `first` on."""
-        known = None
-        if self.wanted.logprobs is not None:
-            last = len(self.tokens)
-            known = {
-                "tokens": [_name(token) for token in self.tokens[first:]],
-                "token_logprobs": self.generation.request.logprobs[first:last],
-                "top_logprobs": None,
-                "text_offset": self._stream.offsets[first:],
-            }
-        return {"text": text, "index": self.index, "logprobs": known, "finish_reason": self.reason}
+        self.reason = request.reason
 
     def _feed(self, token: int, reason: Reason | None) -> None:
         piece = self._stream.feed(token, reason)
@@ -137,6 +147,57 @@ class Choice:
         self.tokens += piece.tokens
         if piece.text:
             self._fresh.append(piece.text)
+
+
+class TextChoice(Choice):
+    """A choice of `POST /v1/completions`."""
+
+    def __init__(self, index: int, generation: Generation, wanted: CompletionRequest) -> None:
+        super().__init__(index, generation, wanted, wanted.echoes[index // wanted.n])
+        self.wanted = wanted
+
+    def whole(self) -> dict[str, Any]:
+        return self.object(self.text, 0)
+
+    async def pieces(self) -> AsyncIterator[dict[str, Any]]:
+        async for text, first in self.growth():
+            yield self.object(text, first)
+
+    def object(self, text: str, first: int) -> dict[str, Any]:
+        """With log-probabilities from token `first` on, and those of the prompt if nothing has been sent yet."""
+        known = None
+        if self.wanted.logprobs is not None:
+            request, last = self.generation.request, len(self.tokens)
+            top = request.top_logprobs[first:last] if self.wanted.likeliest else ()
+            known = self._known(self.tokens[first:], request.logprobs[first:last], top)
+            known["text_offset"] = self._stream.offsets[first:]
+            if self.wanted.scores:
+                start = len(self.wanted.echoes[self.index // self.wanted.n])
+                known["text_offset"] = [start + offset for offset in known["text_offset"]]
+                if not self._parts:
+                    known = _joined(self._prompt(), known)
+        return {"text": text, "index": self.index, "logprobs": known, "finish_reason": self.reason}
+
+    def _prompt(self) -> dict[str, Any]:
+        """The log-probabilities of the prompt; the first token has none."""
+        request = self.generation.request
+        first, *others = request.tokens[: request.prompt]
+        known = self._known(others, request.prompt_logprobs, request.prompt_top_logprobs)
+        stream = TextStream()
+        for token in (first, *others):
+            stream.feed(token, None)
+        nothing = {"tokens": [name(first)], "token_logprobs": [None], "top_logprobs": [None] if self.wanted.likeliest else None}
+        return {**_joined({**nothing, "text_offset": []}, {**known, "text_offset": []}), "text_offset": stream.offsets}
+
+    def _known(self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[Top]) -> dict[str, Any]:
+        """As OpenAI writes it: the token itself is among the likeliest, be it so or not."""
+        likeliest = None
+        if self.wanted.likeliest:
+            likeliest = [
+                {**{name(each): value for each, value in places}, name(token): logprob}
+                for token, logprob, places in zip(tokens, logprobs, top, strict=True)
+            ]
+        return {"tokens": [name(token) for token in tokens], "token_logprobs": [*logprobs], "top_logprobs": likeliest}
 
 
 def answer_to(error: Exception) -> ApiError:
@@ -163,6 +224,16 @@ async def _read(choice: Choice, ready: asyncio.Queue[dict[str, Any] | Exception 
         await ready.put(error)
 
 
-def _name(token: int) -> str:
+def name(token: int) -> str:
     """A character, or the byte of one as OpenAI writes it."""
     return chr(token) if token < 128 else f"bytes:\\x{token:02x}"
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Log-probabilities of tokens, then of those after them."""
+    return {key: None if value is None else [*value, *second[key]] for key, value in first.items()}
+
+
+def _mean_logprob(generation: Generation) -> float:
+    logprobs = generation.request.logprobs
+    return sum(logprobs) / max(len(logprobs), 1)

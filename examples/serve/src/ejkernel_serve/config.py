@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 
@@ -81,6 +82,12 @@ class Limits:
     connections: int = 1024
 
 
+MIN_REPETITION, MAX_REPETITION = 0.01, 100
+MAX_PENALTY = 2
+MAX_BIAS = 100
+MAX_TOP_LOGPROBS = 20
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How a request's tokens are drawn, and when it ends.
@@ -92,6 +99,13 @@ class Sampling:
         top_p: draw from the fewest that have this probability together.
         seed: in [0, 2**64). The n-th token is drawn with a key of the seed and n, so neither neighbours nor preemption change it.
         stop: sequences of tokens after which the request ends.
+        min_p: draw from those at least that probable, next to the most probable.
+        repetition_penalty: divides the positive logits of tokens in the prompt or generated so far, and multiplies the negative.
+        presence_penalty: taken from the logit of each token that was generated.
+        frequency_penalty: taken from it as often as the token was generated.
+        logit_bias: added to the logits of these tokens.
+        top_logprobs: how many of the likeliest tokens are reported, with their log-probabilities, in place of each token.
+        prompt_logprobs: the log-probabilities of the prompt's tokens are found too. Then `max_tokens` may be 0.
     """
 
     max_tokens: int = 16
@@ -100,6 +114,13 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     stop: tuple[tuple[int, ...], ...] = ()
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict[int, float])
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -112,3 +133,23 @@ class Sampling:
             raise ValueError(f"seed is {self.seed}; give an int in [0, 2**64)")
         if () in self.stop:
             raise ValueError("stop has an empty sequence; give at least one token in each")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}; give a probability in [0, 1]")
+        if not MIN_REPETITION <= self.repetition_penalty <= MAX_REPETITION:
+            possible = f"[{MIN_REPETITION}, {MAX_REPETITION}]"
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; give a number in {possible}, 1 for none")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(getattr(self, name)) <= MAX_PENALTY:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a number in [-{MAX_PENALTY}, {MAX_PENALTY}]")
+        for token, bias in self.logit_bias.items():
+            if token < 0 or not abs(bias) <= MAX_BIAS:
+                raise ValueError(
+                    f"logit_bias has {bias} for token {token}; give tokens, and numbers in [-{MAX_BIAS}, {MAX_BIAS}]"
+                )
+        if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"top_logprobs is {self.top_logprobs}; give an int in [0, {MAX_TOP_LOGPROBS}]")
+
+    @property
+    def penalised(self) -> bool:
+        """Logits depend on which tokens came before, beyond what the model makes of them."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

@@ -1,7 +1,9 @@
 """What a step computes on the device: the trainer's own blocks, with attention that writes and reads pages.
 
-Shapes: N tokens of all requests one after the other, R requests, W pages of the longest one, S tokens that are drawn; P pages of
-each of L layers, of T tokens, K key heads and D channels.
+Shapes: N tokens of all requests one after the other, R requests, W pages of the longest one, S tokens that are drawn, A logits of
+each that are adjusted; P pages of each of L layers, of T tokens, K key heads and D channels.
+
+What most requests do not ask for is absent from their batches, and so from the program that runs them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ejkernel
+from ejkernel_serve.config import MAX_TOP_LOGPROBS
 from ejkernel_train.config import ModelConfig
 from ejkernel_train.data import START
 from ejkernel_train.model import Block, Context, Model, rotary
@@ -24,6 +27,12 @@ Array = jax.Array | np.ndarray[Any, Any]
 
 TOKENS = START + 1
 """Bytes and the mark before a document. A model may have more; they are never drawn."""
+
+ADJUSTED = (0, 16, 64, TOKENS)
+"""Sizes of A; each has programs of its own."""
+
+TOP = (0, 5, MAX_TOP_LOGPROBS)
+"""Numbers of likeliest tokens that a program reports."""
 
 
 class Pages(NamedTuple):
@@ -50,6 +59,12 @@ class Batch(NamedTuple):
         temperature: float32 `[S]`.
         top_k: int32 `[S]`, 0 for all.
         top_p: float32 `[S]`.
+        min_p: float32 `[S]`. None: 0.
+        adjusted: int32 `[S, A]`, tokens whose logits l become `(l / factor if l > 0 else l * factor) + bias` before one is drawn;
+            none twice in a row, -1 where there are fewer. None: none.
+        factor, bias: float32 `[S, A]`.
+        targets: int32 `[S]`, tokens whose log-probabilities are reported instead of those of the drawn ones; -1: the drawn one's.
+            None: -1.
     """
 
     tokens: Array
@@ -64,6 +79,27 @@ class Batch(NamedTuple):
     temperature: Array
     top_k: Array
     top_p: Array
+    min_p: Array | None = None
+    adjusted: Array | None = None
+    factor: Array | None = None
+    bias: Array | None = None
+    targets: Array | None = None
+
+
+class Draws(NamedTuple):
+    """What a step has drawn. Log-probabilities are the model's, before adjustments, temperature and filters.
+
+    Attributes:
+        tokens: int32 `[S]`; -1 where the logits are not finite.
+        logprobs: float32 `[S]`, of them or of `Batch.targets`.
+        top_tokens: int32 `[S, top]`, the likeliest first.
+        top_logprobs: float32 `[S, top]`.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    top_tokens: jax.Array | None = None
+    top_logprobs: jax.Array | None = None
 
 
 class Weights(NamedTuple):
@@ -95,12 +131,11 @@ def empty_pages(config: ModelConfig, pages: int, page_size: int, dtype: str) -> 
     return Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
-def step(weights: Weights, pages: Pages, batch: Batch) -> tuple[Pages, jax.Array, jax.Array]:
-    """Compute the new tokens, and draw what comes after some of them.
+def step(weights: Weights, pages: Pages, batch: Batch, top: int = 0) -> tuple[Pages, Draws]:
+    """Compute the new tokens, and draw what comes after some of them; report so many of the likeliest there.
 
     Returns:
-        The pages with the new tokens' keys and values, in place if they are donated. int32 `[S]`, the tokens that are drawn.
-        float32 `[S]`, their log-probabilities by the model, before temperature and filters.
+        The pages with the new tokens' keys and values, in place if they are donated; what was drawn.
     """
     model = weights.model
     cos, sin = weights.cos[batch.positions], weights.sin[batch.positions]
@@ -117,7 +152,7 @@ def step(weights: Weights, pages: Pages, batch: Batch) -> tuple[Pages, jax.Array
     (x, pages, _), _ = jax.lax.scan(repeat, start, model.blocks)
     rows = choose("ejkernel").rms_norm(x[0, batch.rows], model.norm)
     logits = jnp.einsum("sd,vd->sv", rows, model.embedding)
-    return pages, *_draw(logits, batch)
+    return pages, _draw(logits, batch, top)
 
 
 def _block(
@@ -137,19 +172,38 @@ def _block(
     return x, written
 
 
-def _draw(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def _draw(logits: jax.Array, batch: Batch, top: int) -> Draws:
     """From `[S, V]`, each with a key of its request's seed and of how many tokens that has drawn."""
 
     def key(seed: Any, drawn: Any) -> jax.Array:
         return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), drawn)
 
+    possible = jnp.arange(logits.shape[-1]) < TOKENS
     drawn = ejkernel.sample_tokens(
-        logits,
+        _adjust(logits, batch),
         jax.vmap(key)(batch.seeds, batch.drawn),
         temperature=batch.temperature,
         top_k=batch.top_k,
         top_p=batch.top_p,
-        token_mask=jnp.arange(logits.shape[-1]) < TOKENS,
+        min_p=batch.min_p,
+        token_mask=possible,
     )
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
-    return drawn, jnp.take_along_axis(logprobs, drawn.clip(min=0)[:, None], axis=1)[:, 0]
+    reported = drawn if batch.targets is None else jnp.where(batch.targets < 0, drawn, batch.targets)
+    found = jnp.take_along_axis(logprobs, reported.clip(min=0)[:, None], axis=1)[:, 0]
+    if not top:
+        return Draws(drawn, found)
+    likeliest, tokens = jax.lax.top_k(jnp.where(possible, logprobs, -jnp.inf), top)
+    return Draws(drawn, found, tokens, likeliest)
+
+
+def _adjust(logits: jax.Array, batch: Batch) -> jax.Array:
+    """`[S, V]`, in float32 if any is adjusted."""
+    if batch.adjusted is None:
+        return logits
+    assert batch.factor is not None and batch.bias is not None
+    logits, rows = logits.astype(jnp.float32), jnp.arange(len(logits))[:, None]
+    adjusted = jnp.where(batch.adjusted < 0, logits.shape[-1], batch.adjusted)  # beyond the last: dropped
+    old = logits.at[rows, adjusted].get(mode="fill", fill_value=0)
+    new = jnp.where(old > 0, old / batch.factor, old * batch.factor) + batch.bias
+    return logits.at[rows, adjusted].set(new, mode="drop")

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from ejkernel_serve import device, speculative
+from ejkernel_serve import device, penalties, speculative
 from ejkernel_serve.config import EngineConfig, Sampling
-from ejkernel_serve.scheduler import Chunk, Drawn, News, Request, Scheduler
+from ejkernel_serve.scheduler import Chunk, Drawn, News, Request, Scheduler, Top
 from ejkernel_train.data import START
 from ejkernel_train.model import Model
 
-STEP = jax.jit(device.step, donate_argnums=1)
-"""One program for each bucket, shared by engines of the same sizes."""
+STEP = jax.jit(device.step, donate_argnums=1, static_argnames="top")
+"""One program for each bucket, shared by engines of the same sizes, and others for what few requests ask for."""
 
 
 class Engine:
@@ -45,12 +46,15 @@ class Engine:
         """Let a request wait for its turn.
 
         Raises:
-            ValueError: a token that is no byte and not the mark; else as `Scheduler.submit`.
+            ValueError: a token, of the prompt or of `logit_bias`, that is no byte and not the mark; else as `Scheduler.submit`.
             QueueFullError: as many requests run and wait as may.
         """
         for token in (min(prompt), max(prompt)) if prompt else ():
             if not 0 <= token < device.TOKENS:
                 raise ValueError(f"the prompt has the token {token}; give bytes, or {START} before a document")
+        for token in sampling.logit_bias:
+            if token >= device.TOKENS:
+                raise ValueError(f"logit_bias has the token {token}; give tokens below {device.TOKENS}")
         with self._lock:
             return self.scheduler.submit(prompt, sampling)
 
@@ -66,8 +70,8 @@ class Engine:
             batch = self.batch(chunks) if chunks else None
         if batch is None:
             return []
-        self._pages, tokens, logprobs = STEP(self._weights, self._pages, batch)
-        drawn = _by_chunk(chunks, np.asarray(tokens).tolist(), np.asarray(logprobs).tolist())
+        self._pages, draws = STEP(self._weights, self._pages, batch, top=_top(chunks))
+        drawn = _by_chunk(chunks, draws)
         with self._lock:
             return self.scheduler.commit(chunks, drawn)
 
@@ -77,11 +81,11 @@ class Engine:
             self.step()
 
     def warm_up(self) -> None:
-        """Compile the program of every bucket."""
+        """Compile the program of every bucket for requests without adjustments, scores and likeliest tokens."""
         for size in self.config.buckets:
             # no request has tokens, so nothing is stored
-            self._pages, drawn, _ = STEP(self._weights, self._pages, self._empty(size))
-            drawn.block_until_ready()
+            self._pages, draws = STEP(self._weights, self._pages, self._empty(size), top=0)
+            draws.tokens.block_until_ready()
 
     def probe(self) -> None:
         """Generate a token.
@@ -99,10 +103,13 @@ class Engine:
         with self._lock:
             self.scheduler.check()
 
-    def _empty(self, size: int) -> device.Batch:
-        """A batch of so many tokens without requests. There are never more requests or drawn tokens than tokens."""
+    def _empty(self, size: int, *, scores: bool = False) -> device.Batch:
+        """A batch of so many tokens without requests. There are never more requests or drawn tokens than tokens.
+
+        With `scores` there is a row for each token, and one for the token that each request draws.
+        """
         requests, nodes = min(size, self.config.max_requests), 1 + self.config.drafts
-        rows = min(size, self.config.max_requests * nodes)
+        rows = size + requests if scores else min(size, self.config.max_requests * nodes)
         return device.Batch(
             tokens=np.zeros(size, np.int32),
             positions=np.zeros(size, np.int32),
@@ -116,13 +123,16 @@ class Engine:
             temperature=np.zeros(rows, np.float32),
             top_k=np.zeros(rows, np.int32),
             top_p=np.ones(rows, np.float32),
+            targets=np.full(rows, -1, np.int32) if scores else None,
         )
 
     def batch(self, chunks: Sequence[Chunk]) -> device.Batch:
         """The arrays of a step."""
-        batch = self._empty(self.config.bucket(sum(chunk.tokens for chunk in chunks)))
+        size = self.config.bucket(sum(chunk.tokens for chunk in chunks))
+        batch = self._empty(size, scores=any(chunk.scored for chunk in chunks))
+        min_p, adjustments = np.zeros(len(batch.rows), np.float32), list[penalties.Adjustments]()
         end = row = 0
-        for number, (request, size, drafts) in enumerate(chunks):
+        for number, (request, size, drafts, scored) in enumerate(chunks):
             start, last, end = end, end + size - 1, end + size + len(drafts)
             done = request.computed + size
             depths = (0, *speculative.depths(drafts))
@@ -133,23 +143,51 @@ class Engine:
             batch.tables[number, : len(request.pages)] = request.pages
             if batch.tree is not None:
                 batch.tree[number] = speculative.tree_bias(drafts, 1 + self.config.drafts)
-            drawing = slice(row, row + len(depths))
-            row += len(depths)
+            if batch.targets is not None:
+                batch.rows[row : row + len(scored)] = [start + place - 1 - request.computed for place in scored]
+                batch.targets[row : row + len(scored)] = request.tokens[scored.start : scored.stop]
+            drawing = slice(row + len(scored), row + len(scored) + len(depths))
+            row = drawing.stop
             batch.rows[drawing] = range(last, end)
             batch.drawn[drawing] = [len(request.tokens) - request.prompt + depth for depth in depths]
             sampling = request.sampling
             batch.seeds[drawing] = sampling.seed >> 32, sampling.seed & 0xFFFFFFFF
             batch.temperature[drawing], batch.top_k[drawing] = sampling.temperature, sampling.top_k
-            batch.top_p[drawing] = sampling.top_p
-        return batch
+            batch.top_p[drawing], min_p[drawing] = sampling.top_p, sampling.min_p
+            adjustments += [{}] * len(scored) + penalties.of_chunk(chunks[number])
+        adjustments += [{}] * (len(batch.rows) - row)
+        return batch._replace(min_p=min_p if min_p.any() else None, **penalties.arrays(adjustments, device.ADJUSTED))
 
 
-def _by_chunk(chunks: Sequence[Chunk], tokens: list[int], logprobs: list[float]) -> list[Drawn]:
-    """Of each chunk the tokens drawn after it and after its drafts."""
+def _top(chunks: Sequence[Chunk]) -> int:
+    """Likeliest tokens that the step reports for all."""
+    most = max((chunk.request.sampling.top_logprobs for chunk in chunks), default=0)
+    return next(number for number in device.TOP if number >= most)
+
+
+def _by_chunk(chunks: Sequence[Chunk], draws: device.Draws) -> list[Drawn]:
+    """Of each chunk the tokens drawn after it and after its drafts, and the scores of its prompt."""
+    tokens, logprobs = _list(draws.tokens), _list(draws.logprobs)
+    top_tokens, top_logprobs = _list(draws.top_tokens), _list(draws.top_logprobs)
     found: list[Drawn] = []
     row = 0
     for chunk in chunks:
-        rows = slice(row, row + 1 + len(chunk.drafts))
+        scores = slice(row, row + len(chunk.scored))
+        rows = slice(scores.stop, scores.stop + 1 + len(chunk.drafts))
         row = rows.stop
-        found.append(Drawn(tokens[rows], logprobs[rows]))
+        top, top_scores = (
+            _likeliest(top_tokens[where], top_logprobs[where], chunk.request.sampling.top_logprobs) for where in (rows, scores)
+        )
+        found.append(Drawn(tokens[rows], logprobs[rows], top, logprobs[scores], top_scores))
     return found
+
+
+def _likeliest(tokens: list[list[int]], logprobs: list[list[float]], number: int) -> list[Top]:
+    """So many of those that are reported in each place."""
+    if not number:
+        return []
+    return [tuple(zip(each[:number], values[:number], strict=True)) for each, values in zip(tokens, logprobs, strict=True)]
+
+
+def _list(array: jax.Array | None) -> list[Any]:
+    return [] if array is None else np.asarray(array).tolist()

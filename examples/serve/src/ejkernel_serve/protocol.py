@@ -1,27 +1,31 @@
-"""What a completion request may say, in OpenAI's format, and how errors are answered."""
+"""What a request may say, in OpenAI's format, and how errors are answered."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ejkernel_serve.config import Sampling
+from ejkernel_serve.config import MAX_BIAS, MAX_PENALTY, MAX_REPETITION, MIN_REPETITION, Sampling
+from ejkernel_serve.device import TOKENS
 from ejkernel_serve.text import text_of, tokens_of
 
 MAX_CHOICES = 64
-"""Prompts of a request times `n`."""
+"""Prompts of a request times `n`, or `best_of`."""
 
 MAX_STOPS = 4
 MAX_STOP = 1024
 """Bytes of a stop sequence."""
 
-_MAX_FIELDS = 64
+_MAX_FIELDS = 300
+"""Of an object: `logit_bias` may name every token."""
+
 _MAX_MESSAGE = 500
 """Characters of an error's message, which may repeat what the client sent."""
 
@@ -51,33 +55,56 @@ class StreamOptions(BaseModel):
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class CompletionRequest(BaseModel):
-    """The body of `POST /v1/completions`. A null is as if it were not there; other fields are refused.
+class GenerationRequest(BaseModel):
+    """What completions and chats have in common. A null is as if it were not there; other fields are refused.
 
-    `top_k` is not OpenAI's: draw from the k likeliest, 0 from all.
+    `top_k`, `min_p` and `repetition_penalty` are not OpenAI's.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
+    source: ClassVar[str] = ""
+    """The field that prompts are made of."""
+
     model: str
-    prompt: tuple[tuple[int, ...], ...]
-    max_tokens: int = Field(16, ge=1, lt=2**31)
     temperature: Number = Field(1.0, ge=0, le=2)
     top_p: Number = Field(1.0, ge=0, le=1)
     top_k: int = Field(0, ge=0, lt=2**31)
+    min_p: Number = Field(0.0, ge=0, le=1)
+    presence_penalty: Number = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: Number = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    repetition_penalty: Number = Field(1.0, ge=MIN_REPETITION, le=MAX_REPETITION)
+    logit_bias: dict[int, float] = Field(default_factory=dict[int, float])
     seed: int | None = Field(None, ge=0, lt=2**63)
     stop: tuple[str, ...] = ()
     n: int = Field(1, ge=1, lt=2**31)
-    logprobs: int | None = None
-    echo: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     user: str = ""
-    best_of: int = 1
-    frequency_penalty: Number = 0.0
-    presence_penalty: Number = 0.0
-    logit_bias: dict[str, Any] = Field(default_factory=dict[str, Any])
-    suffix: str = ""
+
+    @property
+    def prompts(self) -> tuple[tuple[int, ...], ...]:
+        raise NotImplementedError
+
+    @property
+    def most(self) -> int:
+        """Tokens to generate at most."""
+        raise NotImplementedError
+
+    @property
+    def candidates(self) -> int:
+        """Texts that are generated after each prompt, of which `n` are answered."""
+        return self.n
+
+    @property
+    def scores(self) -> bool:
+        """The log-probabilities of the prompts are wanted."""
+        return False
+
+    @property
+    def likeliest(self) -> int:
+        """Tokens that are wanted in place of each."""
+        return 0
 
     @model_validator(mode="before")
     @classmethod
@@ -86,77 +113,148 @@ class CompletionRequest(BaseModel):
             return given
         return {name: value for name, value in given.items() if value is not None}  # pyright: ignore[reportUnknownVariableType]
 
-    @field_validator("prompt", mode="plain")
-    @classmethod
-    def _prompts(cls, given: Any) -> tuple[tuple[int, ...], ...]:
-        if isinstance(given, str) or (_is_list(given) and given and all(type(each) is int for each in given)):
-            given = [given]
-        if not _is_list(given) or not given:
-            raise ValueError("must be a string, a list of tokens, or a list of these that is not empty")
-        if len(given) > MAX_CHOICES:
-            raise ValueError(f"has {len(given)} prompts; at most {MAX_CHOICES} are possible")
-        return tuple(_prompt(each) for each in given)
-
     @field_validator("stop", mode="plain")
     @classmethod
     def _stops(cls, given: Any) -> tuple[str, ...]:
         stops = [given] if isinstance(given, str) else given
-        if not _is_list(stops) or len(stops) > MAX_STOPS or not all(isinstance(each, str) and each for each in stops):
+        if not is_list(stops) or len(stops) > MAX_STOPS or not all(isinstance(each, str) and each for each in stops):
             raise ValueError(f"must be a string that is not empty, or a list of at most {MAX_STOPS} of them")
         longest = max((len(each.encode()) for each in stops), default=0)
         if longest > MAX_STOP:
             raise ValueError(f"has a sequence of {longest} bytes; at most {MAX_STOP} are possible")
         return tuple(stops)
 
-    @field_validator("best_of", "frequency_penalty", "presence_penalty", "logit_bias", "suffix", "logprobs")
+    @field_validator("logit_bias", mode="plain")
     @classmethod
-    def _neutral(cls, given: Any, info: Any) -> Any:
-        neutral = {"best_of": 1, "logprobs": 0, "logit_bias": {}, "suffix": ""}.get(info.field_name, 0)
-        if given != neutral:
-            hint = ", which gives the log-probability of each token that was drawn" if info.field_name == "logprobs" else ""
-            raise ValueError(f"is not supported; leave it out, or give {neutral!r}{hint}")
-        return given
-
-    @model_validator(mode="after")
-    def _fits(self) -> CompletionRequest:
-        if len(self.prompt) * self.n > MAX_CHOICES:
-            raise ApiError(
-                400, f"n times the number of prompts is {len(self.prompt) * self.n}; at most {MAX_CHOICES}", param="n"
-            )
-        if self.echo and self.logprobs is not None:
-            raise ApiError(400, "echo with logprobs is not supported: prompts have no log-probabilities", param="echo")
-        return self
+    def _biases(cls, given: Any) -> dict[int, float]:
+        if not isinstance(given, dict):
+            raise ValueError("must be an object of tokens and what to add to their logits")
+        return {_token(name): _bias(value) for name, value in given.items()}  # pyright: ignore[reportUnknownVariableType]
 
     @functools.cached_property
     def stops(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(stop.encode()) for stop in self.stop)
+
+    def requests(self) -> list[tuple[tuple[int, ...], Sampling]]:
+        """One for each candidate: those of the first prompt, then those of the next one."""
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        sampling = Sampling(
+            self.most,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            stop=self.stops,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            top_logprobs=self.likeliest,
+            prompt_logprobs=self.scores,
+        )
+        return [
+            (prompt, dataclasses.replace(sampling, seed=_seed(seed, number)))
+            for prompt in self.prompts
+            for number in range(self.candidates)
+        ]
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of `POST /v1/completions`."""
+
+    source: ClassVar[str] = "prompt"
+
+    prompt: tuple[tuple[int, ...], ...]
+    max_tokens: int = Field(16, ge=0, lt=2**31)
+    logprobs: int | None = Field(None, ge=0, le=5)
+    echo: bool = False
+    best_of: int | None = Field(None, ge=1, lt=2**31)
+    suffix: str = ""
+
+    @property
+    def prompts(self) -> tuple[tuple[int, ...], ...]:
+        return self.prompt
+
+    @property
+    def most(self) -> int:
+        return self.max_tokens
+
+    @property
+    def candidates(self) -> int:
+        return self.best_of or self.n
+
+    @property
+    def scores(self) -> bool:
+        return self.echo and self.logprobs is not None
+
+    @property
+    def likeliest(self) -> int:
+        return self.logprobs or 0
 
     @functools.cached_property
     def echoes(self) -> tuple[str, ...]:
         """What the text after each prompt begins with."""
         return tuple(text_of(prompt) if self.echo else "" for prompt in self.prompt)
 
-    def requests(self) -> list[tuple[tuple[int, ...], Sampling]]:
-        """One for each choice: `n` for the first prompt, then those of the next one."""
-        seed = secrets.randbits(63) if self.seed is None else self.seed
-        return [
-            (prompt, Sampling(self.max_tokens, self.temperature, self.top_k, self.top_p, _seed(seed, number), self.stops))
-            for prompt in self.prompt
-            for number in range(self.n)
-        ]
+    @field_validator("prompt", mode="plain")
+    @classmethod
+    def _prompts(cls, given: Any) -> tuple[tuple[int, ...], ...]:
+        if isinstance(given, str) or (is_list(given) and given and all(type(each) is int for each in given)):
+            given = [given]
+        if not is_list(given) or not given:
+            raise ValueError("must be a string, a list of tokens, or a list of these that is not empty")
+        if len(given) > MAX_CHOICES:
+            raise ValueError(f"has {len(given)} prompts; at most {MAX_CHOICES} are possible")
+        return tuple(_prompt(each) for each in given)
+
+    @field_validator("suffix")
+    @classmethod
+    def _neutral(cls, given: str) -> str:
+        if given:
+            raise ValueError("is not supported; leave it out, or give ''")
+        return given
+
+    @model_validator(mode="after")
+    def _fits(self) -> CompletionRequest:
+        if not self.max_tokens and not self.scores:
+            raise ApiError(400, "max_tokens is 0, which needs echo and logprobs; else give at least 1", param="max_tokens")
+        if self.candidates < self.n:
+            raise ApiError(400, f"best_of is {self.best_of} and n is {self.n}; give best_of of at least n", param="best_of")
+        if self.candidates > self.n and self.stream:
+            raise ApiError(400, "best_of above n is known when all has been generated; leave out stream", param="best_of")
+        check_choices(self, MAX_CHOICES)
+        return self
 
 
-def parse(body: bytes) -> CompletionRequest:
+def check_choices(wanted: GenerationRequest, possible: int) -> None:
+    """Raises:
+    ApiError: more texts than so many.
+    """
+    name = "n" if wanted.candidates == wanted.n else "best_of"
+    choices = len(wanted.prompts) * wanted.candidates
+    if choices > possible:
+        raise ApiError(400, f"{name} times the number of prompts is {choices}; at most {possible} are possible", param=name)
+
+
+Wanted = TypeVar("Wanted", bound=GenerationRequest)
+
+
+def parse_as(kind: type[Wanted], body: bytes) -> Wanted:
     """Raises:
     ApiError: 400, naming the first field that does not fit.
     """
     try:
-        return CompletionRequest.model_validate(_json_object(body))
+        return kind.model_validate(_json_object(body))
     except ValidationError as errors:
         error = errors.errors(include_url=False, include_context=False, include_input=False)[0]
         param = ".".join(str(part) for part in error["loc"]) or None
         message = error["msg"].removeprefix("Value error, ")
         raise ApiError(400, f"{param}: {message}" if param else message, param=param) from None
+
+
+def parse(body: bytes) -> CompletionRequest:
+    """As `parse_as`."""
+    return parse_as(CompletionRequest, body)
 
 
 def _json_object(body: bytes) -> dict[str, Any]:
@@ -168,7 +266,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
     except ValueError as error:  # of JSON, of UTF-8, and of integers of thousands of digits
         raise ApiError(400, f"the body is no JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ApiError(400, "the body must be a JSON object, with the fields of a completion request")
+        raise ApiError(400, "the body must be a JSON object, with the fields of a request")
     return found  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -196,12 +294,26 @@ def _printable(text: str) -> str:
 def _prompt(given: Any) -> tuple[int, ...]:
     if isinstance(given, str):
         return tokens_of(given)
-    if not _is_list(given) or not given or not all(type(token) is int for token in given):
+    if not is_list(given) or not given or not all(type(token) is int for token in given):
         raise ValueError("must be a string, a list of tokens, or a list of these that is not empty")
     return tuple(given)
 
 
-def _is_list(given: Any) -> bool:
+def _token(name: Any) -> int:
+    if not (isinstance(name, str) and name.isascii() and name.isdecimal() and len(name) < 5) or int(name) >= TOKENS:
+        raise ValueError(f"has the key {name!r}; give tokens in [0, {TOKENS}) as strings")
+    if str(int(name)) != name:
+        raise ValueError(f"has the key {name!r}; give tokens without leading zeros")
+    return int(name)
+
+
+def _bias(value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) <= MAX_BIAS:
+        raise ValueError(f"has the value {value!r}; give numbers in [-{MAX_BIAS}, {MAX_BIAS}]")
+    return float(value)
+
+
+def is_list(given: Any) -> bool:
     return isinstance(given, list)
 
 

@@ -23,6 +23,10 @@ Reason = Literal["stop", "length", "cancelled", "failed"]
 """Why a request ended; "failed" if the model's logits for its next token were not finite."""
 
 
+Top = tuple[tuple[int, float], ...]
+"""The likeliest tokens in one place with their log-probabilities, the likeliest first."""
+
+
 class QueueFullError(Exception):
     """As many requests run and wait as may."""
 
@@ -35,6 +39,9 @@ class Request:
         tokens: the prompt, then what was generated.
         prompt: how many of them are the prompt.
         logprobs: log-probability of each token that was generated, by the model.
+        top_logprobs: the likeliest in place of each, if `sampling` asks for them.
+        prompt_logprobs, prompt_top_logprobs: of the prompt's tokens from the second on, if it asks for these. They are found in
+            order, and stay when the request loses its pages.
         pages: those that it holds, in order.
         computed: how many tokens have their keys and values in the pages.
         reused: how many of them it did not have to compute, when it was last admitted.
@@ -48,6 +55,9 @@ class Request:
     prompt: int
     sampling: Sampling
     logprobs: list[float] = dataclasses.field(default_factory=list[float])
+    top_logprobs: list[Top] = dataclasses.field(default_factory=list[Top])
+    prompt_logprobs: list[float] = dataclasses.field(default_factory=list[float])
+    prompt_top_logprobs: list[Top] = dataclasses.field(default_factory=list[Top])
     pages: list[int] = dataclasses.field(default_factory=list[int])
     hashes: list[bytes] = dataclasses.field(default_factory=list[bytes])
     computed: int = 0
@@ -69,17 +79,33 @@ class Request:
     def remaining(self) -> int:
         return len(self.tokens) - self.computed
 
+    @property
+    def longest(self) -> int:
+        """Tokens that it may come to have."""
+        return self.prompt + self.sampling.max_tokens
+
+    @property
+    def unscored(self) -> bool:
+        """Log-probabilities of its prompt are missing, so that it must be computed and not reused."""
+        return self.sampling.prompt_logprobs and len(self.prompt_logprobs) < self.prompt - 1
+
+    def scored(self, size: int) -> range:
+        """The tokens whose log-probabilities the next `size` tokens give, and that are missing."""
+        first = max(self.computed, len(self.prompt_logprobs)) + 1
+        return range(first, max(first, min(self.computed + size + 1, self.prompt))) if self.unscored else range(0)
+
 
 class Chunk(NamedTuple):
     """The next `size` tokens of a request, and drafts of what comes after its last one.
 
     A token is drawn after the chunk's last token, which matters if it is the request's last one, and after each draft. Only a
-    chunk of one token has drafts.
+    chunk of one token has drafts. `scored` are the places of tokens of the prompt whose log-probabilities are to be found.
     """
 
     request: Request
     size: int
     drafts: tuple[Draft, ...] = ()
+    scored: range = range(0)
 
     @property
     def tokens(self) -> int:
@@ -88,10 +114,16 @@ class Chunk(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The tokens drawn after a chunk and after each of its drafts, with their log-probabilities."""
+    """The tokens drawn after a chunk and after each of its drafts, with their log-probabilities; `scores` of `Chunk.scored`.
+
+    `top` and `top_scores` are empty unless the request asks for the likeliest tokens.
+    """
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
+    top: Sequence[Top] = ()
+    scores: Sequence[float] = ()
+    top_scores: Sequence[Top] = ()
 
 
 class News(NamedTuple):
@@ -130,8 +162,9 @@ class Scheduler:
         """
         if not prompt:
             raise ValueError("the prompt is empty; give at least one token")
-        if sampling.max_tokens < 1:
-            raise ValueError(f"max_tokens is {sampling.max_tokens}; give at least 1")
+        least = 0 if sampling.prompt_logprobs else 1
+        if sampling.max_tokens < least:
+            raise ValueError(f"max_tokens is {sampling.max_tokens}; give at least {least}")
         if len(prompt) + sampling.max_tokens > self.config.max_length:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens and max_tokens is {sampling.max_tokens}; "
@@ -177,11 +210,14 @@ class Scheduler:
             request = chunk.request
             if request.reason is not None:
                 continue
-            if chunk.size < request.remaining:
+            request.prompt_logprobs += after.scores
+            request.prompt_top_logprobs += after.top_scores
+            finite = all(map(math.isfinite, after.scores))
+            if finite and chunk.size < request.remaining:
                 self._advance(request, chunk.size)
                 continue
             before = len(request.tokens)
-            right = self._follow(chunk, after)
+            right = self._follow(chunk, after) if finite else None
             if right is None:
                 self.cache.forget(request.pages)  # nobody else shall read what gave such logits
                 self._end(request, "failed")
@@ -212,11 +248,11 @@ class Scheduler:
 
     def _speculate(self, chunks: list[Chunk], budget: int) -> list[Chunk]:
         """Give requests that decode drafts, as far as budget and free pages go; none is preempted for a guess."""
-        for place, (request, size, _) in enumerate(chunks):
+        for place, (request, size, *_) in enumerate(chunks):
             wanted = min(
                 self.config.drafts,
                 budget,
-                request.prompt + request.sampling.max_tokens - len(request.tokens) - 1,  # what may come after the next token
+                request.longest - len(request.tokens) - 1,  # what may come after the next token
             )
             if size == request.remaining == 1 and wanted > 0:  # the tree counts from a chunk's first token
                 drafts = self.propose(request.tokens, wanted)
@@ -231,12 +267,15 @@ class Scheduler:
         None if no token could be drawn: the logits were NaN.
         """
         request, right, at = chunk.request, list[int](), -1
+        if not request.sampling.max_tokens:
+            return right
         while True:
             token, logprob = drawn.tokens[at + 1], drawn.logprobs[at + 1]
             if token < 0 or not math.isfinite(logprob):
                 return None
             request.tokens.append(token)
             request.logprobs.append(logprob)
+            request.top_logprobs += drawn.top[at + 1 : at + 2]
             request.stops.feed(token)
             following = speculative.children(chunk.drafts, at).get(token)
             if following is None or self._reason(request) is not None:
@@ -250,7 +289,7 @@ class Scheduler:
         size = min(request.remaining, budget, room)
         if size > 0:
             self._extend(request, size)
-            chunks.append(Chunk(request, size))
+            chunks.append(Chunk(request, size, scored=request.scored(size)))
         return max(size, 0)
 
     def _extend(self, request: Request, size: int) -> bool:
@@ -268,9 +307,11 @@ class Scheduler:
         request = self.waiting[0]
         request.hashes = self.cache.hashes(request.tokens, request.hashes)
         # the last token is always computed, for what comes after it
-        known = self.cache.known(request.hashes[: (len(request.tokens) - 1) // self.config.page_size])
+        reusable = 0 if request.unscored else len(request.tokens) - 1
+        known = self.cache.known(request.hashes[: reusable // self.config.page_size])
         self.cache.share(known)
-        if self.cache.pages_of(len(request.tokens) + 1) - len(known) > self.cache.available:
+        needed = self.cache.pages_of(min(len(request.tokens) + 1, request.longest))
+        if needed - len(known) > self.cache.available:
             self.cache.release(known)
             return False
         request.pages = known
@@ -295,9 +336,9 @@ class Scheduler:
                 self.cache.publish(page, value)
 
     def _reason(self, request: Request) -> Reason | None:
-        if request.tokens[-1] == self.end or request.stops.matched:
+        if len(request.tokens) > request.prompt and (request.tokens[-1] == self.end or request.stops.matched):
             return "stop"
-        return "length" if len(request.tokens) - request.prompt >= request.sampling.max_tokens else None
+        return "length" if len(request.tokens) >= request.longest else None
 
     def _end(self, request: Request, reason: Reason) -> None:
         request.reason = reason

@@ -1,4 +1,4 @@
-"""OpenAI's completion endpoint over an engine, as an ASGI application.
+"""OpenAI's endpoints of completions and chats over an engine, as an ASGI application.
 
 A client that goes away, however it does, has its requests cancelled and their pages released. More requests than may wait are
 answered with 429, and with 503 while the engine does not run. What grows with a request (JSON, tokens, whole answers) is computed
@@ -20,26 +20,29 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ejkernel_serve.completion import Choice, Completion, answer_to
+from ejkernel_serve.chat import ChatRequest, ChatTemplate
+from ejkernel_serve.chat_completion import ChatCompletion
+from ejkernel_serve.completion import Completion, TextChoice, answer_to
 from ejkernel_serve.config import Limits
 from ejkernel_serve.engine import Engine
-from ejkernel_serve.protocol import ApiError, CompletionRequest, parse
+from ejkernel_serve.protocol import ApiError, CompletionRequest, GenerationRequest, check_choices, parse_as
 from ejkernel_serve.scheduler import QueueFullError
 from ejkernel_serve.transport import Bodies, EventStream, unless_gone
 from ejkernel_serve.worker import Generation, StoppedError, Worker
 
-__all__ = ["MAX_BODY", "Choice", "Service", "application"]
+__all__ = ["MAX_BODY", "Service", "TextChoice", "application"]
 
 T = TypeVar("T")
+Admitted = tuple[GenerationRequest, list[Generation]]
 
 MAX_BODY = Limits().body_bytes
 """Bytes of a request, by default."""
 
 
-def application(engine: Engine, name: str, limits: Limits | None = None) -> Starlette:
-    """The endpoint of a model called `name`."""
+def application(engine: Engine, name: str, limits: Limits | None = None, template: ChatTemplate | None = None) -> Starlette:
+    """The endpoints of a model called `name`; without a template, chats have the default one."""
     worker = Worker(engine)
-    service = Service(worker, name, limits or Limits())
+    service = Service(worker, name, limits or Limits(), template or ChatTemplate.load())
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:
@@ -53,6 +56,7 @@ def application(engine: Engine, name: str, limits: Limits | None = None) -> Star
     return Starlette(
         routes=[
             Route("/v1/completions", service.completions, methods=["POST"]),
+            Route("/v1/chat/completions", service.chats, methods=["POST"]),
             Route("/v1/models", service.models),
             Route("/v1/models/{name:path}", service.model),
             Route("/health", service.health),
@@ -65,8 +69,9 @@ def application(engine: Engine, name: str, limits: Limits | None = None) -> Star
 class Service:
     """The routes."""
 
-    def __init__(self, worker: Worker, name: str, limits: Limits) -> None:
+    def __init__(self, worker: Worker, name: str, limits: Limits, template: ChatTemplate) -> None:
         self.worker, self.name, self.created = worker, name, int(time.time())
+        self._template = template
         self._bodies = Bodies(limits)
         self._threads = ThreadPoolExecutor(2, "ejkernel-serve-requests")
 
@@ -74,12 +79,18 @@ class Service:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def completions(self, request: Request) -> Response:
+        return await self._answer(request, CompletionRequest, Completion)
+
+    async def chats(self, request: Request) -> Response:
+        return await self._answer(request, ChatRequest, ChatCompletion)
+
+    async def _answer(self, request: Request, kind: type[GenerationRequest], answer: type[Completion]) -> Response:
         try:
             async with self._bodies.read(request) as body:
-                wanted, generations = await self._admitted(body)
+                wanted, generations = await self._admitted(kind, body)
         except ClientDisconnect:
             return Response()  # to nobody
-        completion = Completion(wanted, generations, self.worker)
+        completion = answer(wanted, generations, self.worker)
         if wanted.stream:
             return EventStream(completion)
         try:
@@ -120,9 +131,9 @@ class Service:
         await completion.ended()
         return await asyncio.wrap_future(self._threads.submit(completion.whole))
 
-    async def _admitted(self, body: bytes) -> tuple[CompletionRequest, list[Generation]]:
+    async def _admitted(self, kind: type[GenerationRequest], body: bytes) -> Admitted:
         """What a body asks for, in the engine's queue. If this is cancelled meanwhile, so is that."""
-        admitted = self._threads.submit(self._admit, body)
+        admitted = self._threads.submit(self._admit, kind, body)
         try:
             return await asyncio.wrap_future(admitted)
         except asyncio.CancelledError:
@@ -130,25 +141,24 @@ class Service:
             admitted.add_done_callback(lambda done: _if_it_worked(done, lambda it: loop.call_soon_threadsafe(self._drop, it)))
             raise
 
-    def _drop(self, admitted: tuple[CompletionRequest, list[Generation]]) -> None:
+    def _drop(self, admitted: Admitted) -> None:
         self.worker.cancel(admitted[1])
 
-    def _admit(self, body: bytes) -> tuple[CompletionRequest, list[Generation]]:
-        wanted = parse(body)
+    def _admit(self, kind: type[GenerationRequest], body: bytes) -> Admitted:
+        wanted = parse_as(kind, body)
         self._check_model(wanted.model)
+        if isinstance(wanted, ChatRequest):
+            wanted.fit(self._template, self.worker.engine.config.max_length)
         return wanted, self._submit(wanted)
 
-    def _submit(self, wanted: CompletionRequest) -> list[Generation]:
-        config, choices = self.worker.engine.config, len(wanted.prompt) * wanted.n
-        if choices > config.capacity:
-            raise ApiError(
-                400, f"n times the number of prompts is {choices}; at most {config.capacity} are possible", param="n"
-            )
-        longest, possible = max(len(prompt) for prompt in wanted.prompt), config.max_length
-        if longest + wanted.max_tokens > possible:
-            message = f"the prompt has {longest} tokens and max_tokens is {wanted.max_tokens}; together at most {possible} fit"
-            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
-        _ = wanted.stops, wanted.echoes  # computed here, for the loop
+    def _submit(self, wanted: GenerationRequest) -> list[Generation]:
+        config = self.worker.engine.config
+        check_choices(wanted, config.capacity)
+        longest, possible = max(len(prompt) for prompt in wanted.prompts), config.max_length
+        if longest + wanted.most > possible:
+            message = f"the prompt has {longest} tokens and max_tokens is {wanted.most}; together at most {possible} fit"
+            raise ApiError(400, message, param=wanted.source, code="context_length_exceeded")
+        _ = wanted.stops, isinstance(wanted, CompletionRequest) and wanted.echoes  # computed here, for the loop
         try:
             return self.worker.submit(wanted.requests())
         except QueueFullError as error:
@@ -156,7 +166,7 @@ class Service:
         except StoppedError as error:
             raise answer_to(error) from None
         except ValueError as error:
-            raise ApiError(400, str(error), param="prompt") from None
+            raise ApiError(400, str(error), param=wanted.source) from None
 
 
 def _if_it_worked(done: Future[T], then: Callable[[T], object]) -> None:
