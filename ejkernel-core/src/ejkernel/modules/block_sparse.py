@@ -12,16 +12,16 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel.call.traced import split_traced
 from ejkernel.compositions import sharded as _sharded
-from ejkernel.errors import invalid, wrong_type
+from ejkernel.compositions.frameworks import no_attention_function
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_api
-from ejkernel.modules._frameworks import no_attention_function
 from ejkernel.operations.block_sparse_attention.interface import OPERATION as _BLOCK_SPARSE_ATTENTION
 from ejkernel.operations.block_sparse_attention.layout import (
     BlockSparseLayout,
     MaskBuilder,
     as_predicate_or_map,
     block_sparse_layout,
+    one_layout,
 )
 from ejkernel.operations.common.options import as_flag
 from ejkernel.utils.checks import check_array
@@ -114,7 +114,7 @@ def blocksparse_attention(
         options = {"causal": causal is not False, "mask_builder": predicate, **structure}
         arrays |= {} if mask_info is None else {"mask_info": mask_info}
     else:
-        layout = _one_layout(qkv_layouts, queries, mask_info=mask_info, mask_builder=mask_builder)
+        layout = one_layout(qkv_layouts, queries, mask_info=mask_info, mask_builder=mask_builder)
         said = layout.mask_info.causal if causal is None else causal
         options = {"causal": said, "mask_builder": layout.mask_builder, **structure}
         arrays["mask_info"] = layout.mask_info
@@ -144,21 +144,6 @@ def _heads_after_tokens(array: Any) -> Any:
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((array.shape[0], array.shape[2], array.shape[1], array.shape[3]), array.dtype)
     return jnp.swapaxes(array, 1, 2)
-
-
-def _one_layout(layouts: Any, queries: int, **others: Any) -> BlockSparseLayout:
-    layout = layouts[0] if isinstance(layouts, (tuple, list)) and len(layouts) == 1 else layouts
-    if not isinstance(layout, BlockSparseLayout):
-        raise wrong_type("qkv_layouts", type(layouts).__name__, "a layout made by block_sparse_layout")
-    for name, given in others.items():
-        if given is not None:
-            raise invalid(name, "given beside qkv_layouts", "None", remedy="build the layout with it: a layout holds its mask")
-    blocks = -(-queries // layout.q_blocksize)
-    if layout.key_tiles.shape[-2] != blocks:
-        raise invalid(
-            "qkv_layouts", f"a layout of {layout.key_tiles.shape[-2]} blocks of queries", f"{blocks} for T = {queries}"
-        )
-    return layout
 
 
 def _heads_last(in_specs: Any) -> Any:

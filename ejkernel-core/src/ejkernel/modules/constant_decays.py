@@ -10,12 +10,13 @@ from jax.sharding import PartitionSpec
 
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public, split
+from ejkernel.compositions.frameworks import refuses_masks
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_api
-from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import LightningOptions, ShardedRecurrenceOptions
 from ejkernel.operations.linear_recurrence.forms import dims_of, recurrence
+from ejkernel.operations.linear_recurrence.slopes import layer_slopes
 from ejkernel.utils.tracing import is_traced, refuse_traced, traced_count
 
 __all__ = ["LightningAttention", "Retention", "lightning_attention", "lightning_attn", "retention"]
@@ -130,7 +131,7 @@ def lightning_attention(
         raise invalid("layer_idx", layer_idx, f"a value from 0 to num_layers - 1 = {num_layers - 1}")
     if slopes not in ("linear", "minimax", "bailing"):
         raise invalid("slopes", repr(slopes), "'linear', 'minimax' or 'bailing'", remedy=_OWN_DECAYS)
-    gamma = -_layer_slopes(slopes, _heads(query), layer, int(num_layers))
+    gamma = -layer_slopes(slopes, _heads(query), layer, int(num_layers))
     return _with_constant_decay(gamma, arrays, options, **run)
 
 
@@ -221,26 +222,6 @@ def retention(
 
 _ARRAYS = "query key value initial_state cu_seqlens"
 _OWN_DECAYS = "recurrent_attention takes any decays as g_gamma"
-
-
-def _layer_slopes(kind: str, heads: int, layer: Any, layers: int) -> Any:
-    """s `[H]`: minus the log decay of each head. `layer` is an int, or a float32 scalar that is traced."""
-    if kind == "linear":
-        of_heads, of_layer = (8 / max(heads, 1)) * np.arange(heads), 1 - layer / layers
-    else:
-        depth = (layer - int(kind == "bailing")) / (layers - 1) if layers > 1 else 0.0
-        of_heads, of_layer = _alibi_slopes(heads), 1 - depth + 1e-5
-    return of_heads.astype(getattr(of_layer, "dtype", of_heads.dtype)) * of_layer
-
-
-def _alibi_slopes(heads: int) -> np.ndarray:
-    """`2^(-8 (h + 1) / H)` for a power of two; else those of the power below, then every other one of the power above.
-
-    Source: Press, Smith and Lewis, Train Short, Test Long: Attention with Linear Biases, 2022.
-    """
-    below = 1 << max(heads.bit_length() - 1, 0)
-    between = np.arange(1, 2 * (heads - below), 2)
-    return np.concatenate([2.0 ** (-8 * np.arange(1, min(heads, below) + 1) / below), 2.0 ** (-4 * between / below)])
 
 
 def _heads(query: Any) -> int:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions import sharded as _sharded
+from ejkernel.compositions.frameworks import honours_masks, no_attention_function
+from ejkernel.compositions.paged_flash import attend_over_pages
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_api
-from ejkernel.modules._frameworks import honours_masks, no_attention_function
 from ejkernel.modules._options import FlashAttentionOptions, VarlenOptions
-from ejkernel.modules._paged_flash import attend_over_pages
 from ejkernel.operations.common.dtypes import dtype_name
 from ejkernel.operations.common.options import as_flag
 from ejkernel.operations.flash_attention.dropout import as_dropout_rate

@@ -8,10 +8,10 @@ from typing import Any, Literal, Unpack, overload
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public
 from ejkernel.compositions import sharded as _sharded
+from ejkernel.compositions.frameworks import honours_masks
 from ejkernel.errors import invalid
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_api
-from ejkernel.modules._frameworks import honours_masks
 from ejkernel.modules._options import DotProductOptions
 from ejkernel.operations.common.options import as_flag
 from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, made_bias, packed

@@ -6,10 +6,10 @@ from typing import Literal, Unpack, overload
 
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public, split
+from ejkernel.compositions.frameworks import no_attention_function, refuses_masks
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names
 from ejkernel.modules._class_api import class_api
-from ejkernel.modules._frameworks import no_attention_function, refuses_masks
 from ejkernel.modules._options import RecurrenceOptions, ShardedRecurrenceOptions
 from ejkernel.operations.linear_recurrence.forms import dims_of, recurrence
 from ejkernel.operations.linear_recurrence.interface import OPERATION as _LINEAR_RECURRENCE

@@ -12,12 +12,12 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions import mesh as _mesh, sharded as _sharded
 from ejkernel.compositions.axes import Axes, as_axes, check_mesh_axes
+from ejkernel.compositions.frameworks import refuses_masks
 from ejkernel.compositions.ring.bind import check_words
 from ejkernel.compositions.ring.entry import RingAttentionOver
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_api
-from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import RingOptions
 from ejkernel.operations.common.options import as_count
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION

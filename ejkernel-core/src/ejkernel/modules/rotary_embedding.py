@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,9 @@ import numpy as np
 from jax.core import Tracer
 
 from ejkernel.errors import invalid, wrong_type
-from ejkernel.modules._rotary_scaling import axes_of_pairs, scaled_frequencies
+from ejkernel.operations.common.rotary.angles import per_position, reduced_angles
+from ejkernel.operations.common.rotary.model_config import head_size_of, rotation_of_layer
+from ejkernel.operations.common.rotary.scaling import axes_of_pairs, scaled_frequencies
 
 __all__ = ["LlamaRotaryEmbedding"]
 
@@ -110,7 +111,7 @@ class LlamaRotaryEmbedding:
         """
         if not isinstance(config, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise wrong_type("config", type(config).__name__, "a mapping", remedy="config.to_dict() of transformers makes it")
-        scaling, base = _rotation_of_layer(config, layer_type)
+        scaling, base = rotation_of_layer(config, layer_type)
         fraction = scaling.pop("partial_rotary_factor", None)
         fraction = next(
             (f for f in (fraction, config.get("partial_rotary_factor"), config.get("rotary_pct")) if f is not None), 1.0
@@ -118,7 +119,7 @@ class LlamaRotaryEmbedding:
         counts = () if head_size else (config.get("qk_rope_head_dim"), config.get("rotary_dim"))
         dim = next((count for count in counts if count is not None), None)  # already the rotated part
         if dim is None:
-            dim = head_size or _head_size(config, layer_type)
+            dim = head_size or head_size_of(config, layer_type)
             if scaling.get("rope_type") == "proportional":  # has frequencies for all channels, zeros among them
                 scaling["partial_rotary_factor"] = fraction
             else:
@@ -173,19 +174,19 @@ class LlamaRotaryEmbedding:
         scaled = self._scaled
         of_pairs = self._positions_of_pairs(positions)
         if scaled.limit is None:
-            return _reduced_angles(of_pairs, *_per_position(scaled.short))
+            return reduced_angles(of_pairs, *per_position(scaled.short))
         if length is None:
             length = jnp.max(positions, initial=0) + 1
         known = None if isinstance(length, Tracer) else float(length)
         if scaled.long is not None:
             is_long = jnp.asarray(length > scaled.limit)
-            tables = zip(_per_position(scaled.long), _per_position(scaled.short), strict=True)
-            return _reduced_angles(of_pairs, *(jnp.where(is_long, long, short) for long, short in tables))
+            tables = zip(per_position(scaled.long), per_position(scaled.short), strict=True)
+            return reduced_angles(of_pairs, *(jnp.where(is_long, long, short) for long, short in tables))
         exponents = -np.arange(0, self.dim, 2) / (self.dim - 2)
         if known is not None:
-            return _reduced_angles(of_pairs, *_per_position(scaled.short * max(scaled.stretch(known), 1.0) ** exponents))
+            return reduced_angles(of_pairs, *per_position(scaled.short * max(scaled.stretch(known), 1.0) ** exponents))
         stretch = jnp.maximum(scaled.stretch(jnp.asarray(length).astype(jnp.float32)), 1)
-        inside = _reduced_angles(of_pairs, *_per_position(scaled.short))
+        inside = reduced_angles(of_pairs, *per_position(scaled.short))
         frequencies = self.frequencies * stretch ** exponents.astype(np.float32)
         beyond = of_pairs.astype(jnp.float32) * frequencies.reshape((1,) * (of_pairs.ndim - 1) + (-1,))
         return jnp.where(stretch > 1, beyond, inside)
@@ -201,66 +202,3 @@ class LlamaRotaryEmbedding:
                 "position_ids", f"shape {positions.shape}", f"[{rows},B,T] or [{rows},T], for mrope_section", remedy=remedy
             )
         return jnp.moveaxis(positions, 0, -1)[..., self._axes]
-
-
-def _per_position(frequencies: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each pair `[pairs]` per position: turns modulo 1 in units of 2^-32, the next 16 bits of that, and radians."""
-    units = np.round(np.mod(frequencies / (2 * math.pi), 1) * 2.0**48).astype(np.uint64)
-    return (
-        (units >> np.uint64(16)).astype(np.uint32),
-        (units & np.uint64(0xFFFF)).astype(np.uint32),
-        frequencies.astype(np.float32),
-    )
-
-
-def _reduced_angles(positions: jax.Array, high: Any, low: Any, radians: Any) -> jax.Array:
-    """`positions * frequency` modulo 2 pi, in [-pi, pi) for integers. positions `[..., 1 or pairs]`, tables `[pairs]`.
-
-    uint32 arithmetic wraps modulo whole turns, so nothing is lost, however large the product is.
-    """
-    high, low, radians = (jnp.asarray(table).reshape((1,) * (positions.ndim - 1) + (-1,)) for table in (high, low, radians))
-    fraction = None
-    if jnp.issubdtype(positions.dtype, jnp.floating):
-        floats = positions.astype(jnp.float32)
-        positions = jnp.floor(floats)
-        fraction = floats - positions
-    integers = positions.astype(jnp.int32)
-    whole = jax.lax.bitcast_convert_type(integers, jnp.uint32)
-    upper = jax.lax.bitcast_convert_type(integers >> 16, jnp.uint32)  # with the sign
-    turns = whole * high + upper * low + (((whole & 0xFFFF) * low) >> 16)
-    angles = jax.lax.bitcast_convert_type(turns, jnp.int32).astype(jnp.float32) * np.float32(2 * math.pi / 2.0**32)
-    return angles if fraction is None else angles + fraction * radians
-
-
-def _rotation_of_layer(config: Mapping[str, Any], layer_type: str | None) -> tuple[dict[str, Any], float]:
-    """Its scaling, and its base."""
-    parameters: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    layers = {name: value for name, value in parameters.items() if isinstance(value, Mapping)}
-    local = config.get("rope_local_base_freq") or config.get("swa_rope_theta")
-    if local is not None and not layers:  # Gemma 3 and MiMo before transformers 5
-        layers = {"full_attention": parameters, "sliding_attention": {"rope_theta": local}}
-    if layers:
-        if layer_type is None or layer_type not in layers:
-            raise invalid("layer_type", layer_type, f"one of {', '.join(layers)}: the configuration has a rotation for each")
-        parameters = dict(layers[layer_type])
-    elif layer_type is not None:
-        raise invalid("layer_type", layer_type, "None: the configuration has one rotation for all layers")
-    base = parameters.pop("rope_theta", None) or config.get("rope_theta") or config.get("rotary_emb_base")
-    if base is None:
-        remedy = "{**config, 'rope_theta': 10000.0} unless the model has another default"
-        if "text_config" in config:
-            remedy = "pass config['text_config']"
-        raise invalid("config", "no rope_theta", "it, in rope_parameters or beside it", remedy=remedy)
-    parameters.setdefault("rope_type", parameters.pop("type", "default"))
-    parameters.pop("type", None)
-    return parameters, base
-
-
-def _head_size(config: Mapping[str, Any], layer_type: str | None) -> int:
-    names = ("global_head_dim",) if layer_type == "full_attention" else ()
-    for name in (*names, "head_dim"):
-        if config.get(name) is not None:
-            return config[name]
-    if config.get("hidden_size") is None or config.get("num_attention_heads") is None:
-        raise invalid("head_size", None, "a number, or head_dim or hidden_size and num_attention_heads in config")
-    return config["hidden_size"] // config["num_attention_heads"]

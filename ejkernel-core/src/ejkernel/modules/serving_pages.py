@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal, Unpack, overload
 
-import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import pick, public
-from ejkernel.call.records import Bound
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_api
 from ejkernel.modules._options import PageAttentionOptions, PrefillOptions
 from ejkernel.operations.common.options import as_count
 from ejkernel.operations.common.pages import LAYOUTS, PageShape, known_values
 from ejkernel.operations.paged_attention import forms as _paged
-from ejkernel.operations.paged_attention.interface import OPERATION as _PAGED_ATTENTION
-from ejkernel.utils.checks import check_array
 
 __all__ = ["PageAttention", "PrefillPageAttention", "page_attention", "prefill_page_attention"]
 
@@ -242,7 +238,7 @@ def prefill_page_attention(
             **given,
             sliding_window=_paged.window_of(sliding_window),
             logits_soft_cap=_one_of(logits_soft_cap=logits_soft_cap, attn_logits_soft_cap=attn_logits_soft_cap),
-            form=_one_request,
+            form=_paged.one_request,
         )
 
 
@@ -268,20 +264,6 @@ def _check_block_size(block_size: Any, cache: Any, layout: str) -> None:
     if as_count("block_size", block_size, 1) != size:
         remedy = f"layout={layout!r} reads the cache as {LAYOUTS[layout]}"
         raise invalid("block_size", block_size, f"the {size} tokens of a page of key_cache", remedy=remedy)
-
-
-def _one_request(*, query: Any, context_len: Any, page_indices: Any, **rest: Any) -> Bound:
-    check_array("query", query, ndim=3)
-    check_array("page_indices", page_indices, ndim=1, floating=False)
-    if not isinstance(context_len, int):
-        check_array("context_len", context_len, floating=False)
-    if jnp.size(context_len) != 1 or jnp.ndim(context_len) > 1:
-        raise invalid("context_len", f"shape {jnp.shape(context_len)}", "a scalar or [1]")
-    starts = jnp.array([0, query.shape[0]], jnp.int32)
-    lengths = jnp.asarray(context_len).reshape(1)
-    return _PAGED_ATTENTION.canonicalise(
-        query, query_start_loc=starts, kv_lens=lengths, block_tables=page_indices[None], **rest
-    )
 
 
 PageAttention = class_api("PageAttention", page_attention)

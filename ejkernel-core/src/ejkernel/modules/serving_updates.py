@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, overload
+from typing import overload
 
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import pick, public, split
@@ -193,7 +193,7 @@ def chunked_prefill_paged_decode(
     options["sliding_window"] = _paged.window_of(sliding_window)
     derived = functools.partial(_paged.scale_specs, layout)
     with argument_names(query="queries", key="keys", value="values", key_pages="key_cache", value_pages="value_cache"):
-        return over_mesh(_separate_caches, arrays, options, positional=tuple(arrays)[:10], derived=derived, **run)
+        return over_mesh(_paged.separate_caches, arrays, options, positional=tuple(arrays)[:10], derived=derived, **run)
 
 
 @public("softmax_aux")
@@ -265,31 +265,7 @@ def ragged_page_attention_v3(
     options["sliding_window"] = _paged.window_of(sliding_window)
     derived = functools.partial(_paged.scale_specs, "packed")
     with argument_names(query="queries", key="keys", value="values", key_pages="kv_cache"):
-        return over_mesh(_packed_cache, arrays, options, positional=tuple(arrays)[:9], derived=derived, **run)
-
-
-def _separate_caches(**given: Any) -> tuple[Any, Any, Any]:
-    out, (key_cache, value_cache) = _paged.update_and_attend(**given)
-    return out, key_cache, value_cache
-
-
-def _packed_cache(*, queries: Any, keys: Any, values: Any, kv_cache: Any, **rest: Any) -> tuple[Any, Any]:
-    check_array("keys", keys, ndim=3, floating=False)
-    key_heads, head_size = keys.shape[1:]
-    heads, channels = kv_cache.shape[2] * kv_cache.shape[3], kv_cache.shape[4]
-    beside = heads < 2 * key_heads
-    if beside and (heads < key_heads or channels != 2 * head_size):
-        got = f"{heads} heads of {channels} channels"
-        raise invalid("kv_cache", got, f"{2 * key_heads} heads or more of at least {head_size} channels")
-    return _paged.update_and_attend(
-        query=queries,
-        key=keys,
-        value=values,
-        key_pages=kv_cache,
-        layout="side_by_side" if beside else "packed",
-        key_heads=key_heads,
-        **rest,
-    )
+        return over_mesh(_paged.packed_cache, arrays, options, positional=tuple(arrays)[:9], derived=derived, **run)
 
 
 PagedCacheUpdate = class_api("PagedCacheUpdate", paged_cache_update)

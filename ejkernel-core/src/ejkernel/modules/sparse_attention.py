@@ -6,9 +6,9 @@ from typing import Literal, Unpack, overload
 
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import pick, public, split
+from ejkernel.compositions.frameworks import refuses_masks
 from ejkernel.compositions.native_sparse import native_sparse
 from ejkernel.modules._class_api import class_api
-from ejkernel.modules._frameworks import refuses_masks
 from ejkernel.modules._options import DispatchOptions
 from ejkernel.operations.native_sparse_attention.interface import OPERATION as _SELECTED
 

@@ -196,3 +196,19 @@ def _as_mask_info(said: Visibility, sizes: tuple[int, int, int, int]) -> MaskInf
         prefix=said.prefix if said.causal else None,
         sizes=(None, sizes[2], sizes[3]),
     )
+
+
+def one_layout(layouts: Any, queries: int, **others: Any) -> BlockSparseLayout:
+    """That of a call with so many queries, which may come in a list of one; `others` are arguments that it replaces."""
+    layout = layouts[0] if isinstance(layouts, (tuple, list)) and len(layouts) == 1 else layouts
+    if not isinstance(layout, BlockSparseLayout):
+        raise wrong_type("qkv_layouts", type(layouts).__name__, "a layout made by block_sparse_layout")
+    for name, given in others.items():
+        if given is not None:
+            raise invalid(name, "given beside qkv_layouts", "None", remedy="build the layout with it: a layout holds its mask")
+    blocks = -(-queries // layout.q_blocksize)
+    if layout.key_tiles.shape[-2] != blocks:
+        raise invalid(
+            "qkv_layouts", f"a layout of {layout.key_tiles.shape[-2]} blocks of queries", f"{blocks} for T = {queries}"
+        )
+    return layout

@@ -218,3 +218,42 @@ def check_floating_dtype(name: str, dtype: Any) -> None:
         floating = False
     if not floating:
         raise invalid(name, repr(dtype), "a floating dtype, or None")
+
+
+def separate_caches(**given: Any) -> tuple[Any, Any, Any]:
+    """As `update_and_attend`, and returns the caches one after the other."""
+    out, (key_cache, value_cache) = update_and_attend(**given)
+    return out, key_cache, value_cache
+
+
+def packed_cache(*, queries: Any, keys: Any, values: Any, kv_cache: Any, **rest: Any) -> tuple[Any, Any]:
+    """As `update_and_attend` on keys and values in one cache: beside each other in a row of a head, or head by head."""
+    check_array("keys", keys, ndim=3, floating=False)
+    key_heads, head_size = keys.shape[1:]
+    heads, channels = kv_cache.shape[2] * kv_cache.shape[3], kv_cache.shape[4]
+    beside = heads < 2 * key_heads
+    if beside and (heads < key_heads or channels != 2 * head_size):
+        got = f"{heads} heads of {channels} channels"
+        raise invalid("kv_cache", got, f"{2 * key_heads} heads or more of at least {head_size} channels")
+    return update_and_attend(
+        query=queries,
+        key=keys,
+        value=values,
+        key_pages=kv_cache,
+        layout="side_by_side" if beside else "packed",
+        key_heads=key_heads,
+        **rest,
+    )
+
+
+def one_request(*, query: Any, context_len: Any, page_indices: Any, **rest: Any) -> Bound:
+    """The call of one request's queries `[T,H,D]`."""
+    check_array("query", query, ndim=3)
+    check_array("page_indices", page_indices, ndim=1, floating=False)
+    if not isinstance(context_len, int):
+        check_array("context_len", context_len, floating=False)
+    if jnp.size(context_len) != 1 or jnp.ndim(context_len) > 1:
+        raise invalid("context_len", f"shape {jnp.shape(context_len)}", "a scalar or [1]")
+    starts = jnp.array([0, query.shape[0]], jnp.int32)
+    lengths = jnp.asarray(context_len).reshape(1)
+    return PAGED_ATTENTION.canonicalise(query, query_start_loc=starts, kv_lens=lengths, block_tables=page_indices[None], **rest)
