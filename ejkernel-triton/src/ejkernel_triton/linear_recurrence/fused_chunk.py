@@ -14,7 +14,7 @@ on: both have the same rounded factors and cancel. In float32 these are products
 with itself is left out, and under decays per head the other pairs are summed one by one (`pairs_around`).
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOptionalSubscript=false
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
 # ruff: noqa: SIM108 - static and dynamic conditions stay apart
 import triton

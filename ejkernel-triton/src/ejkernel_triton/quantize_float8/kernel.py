@@ -1,6 +1,6 @@
 """One pass: a tile is read once, written as float8 once or twice, the second time transposed, and its largest number is kept."""
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportAttributeAccessIssue=false
 import jax.numpy as jnp
 import triton
 import triton.language as tl
