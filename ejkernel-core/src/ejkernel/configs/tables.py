@@ -15,7 +15,7 @@ import functools
 import math
 from pathlib import Path
 
-from ejkernel._plugins.catalog import operation_module
+from ejkernel._plugins.catalog import OPERATIONS, operation_module
 from ejkernel._plugins.registry import kernel_registry
 from ejkernel.configs.entry import Entry, load_entries
 from ejkernel.configs.key import Key
@@ -31,8 +31,9 @@ class _Index:
 
 @functools.lru_cache(maxsize=128)
 def _index(tables: tuple[tuple[str, str, bool], ...], operation: str) -> _Index:
-    """What tables say of an operation; older ones know former names of fields."""
-    index, renamed = _Index({}, {}, {}), dict(operation_module(operation, "interface").OPERATION.renamed)
+    """What tables say of an operation; older ones know former names of fields. Those of `ejkernel.ops.Kernel` have no contract."""
+    index, known = _Index({}, {}, {}), operation in OPERATIONS
+    renamed = dict(operation_module(operation, "interface").OPERATION.renamed) if known else {}
     for path, platform, first_party in tables:
         for entry in _read(path):
             if entry.key.operation != operation:
