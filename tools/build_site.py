@@ -96,6 +96,7 @@ REFERENCES = {
             "ejkernel.moe_z_loss",
             "ejkernel.CrossEntropyOutput",
             "ejkernel.KLDivergenceOutput",
+            "ejkernel.QuantizedFloat8",
         ),
         modules=("ejkernel.quantization",),
     ),
