@@ -66,12 +66,11 @@ class Contract(abc.ABC):
 
     def accepts(self, implementation: Implementation, field: str) -> bool:
         """Whether an implementation honours an optional field of the call; one that it was written before, it does not."""
-        said, former = implementation.accepts, dict(self.renamed)
-        named = {former.get(name, name) for name in (implementation.without if said is None else said)}
-        if said is not None:
-            return field in named
+        names = {field, *(old for old, new in self.renamed if new == field)}
+        if implementation.accepts is not None:
+            return not names.isdisjoint(implementation.accepts)
         since = self.optional_fields.get(field)
-        return since is not None and since <= implementation.contract and field not in named
+        return since is not None and since <= implementation.contract and names.isdisjoint(implementation.without)
 
     @abc.abstractmethod
     def canonicalise(self, *args: Any, **kwargs: Any) -> Bound:

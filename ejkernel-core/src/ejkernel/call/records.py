@@ -55,6 +55,8 @@ def keep_former_names(record: Any, renamed: Iterable[tuple[str, str]]) -> None:
     """Let the fields of a dataclass or NamedTuple be read and given by their former names, too."""
     fields = getattr(record, "_fields", None) or record.__dataclass_fields__
     former = {old: new for old, new in renamed if new in fields and not hasattr(record, old)}
+    if not former:
+        return
 
     def by_either(method: Callable[..., Any]) -> Callable[..., Any]:
         return functools.wraps(method)(lambda *args, **given: method(*args, **by_present_names(given, former)))

@@ -93,6 +93,8 @@ class Key:
 
     def with_present_names(self, renamed: Mapping[str, str]) -> Key:
         """The key by the names that fields of the call have now."""
+        if not renamed:
+            return self
         return dataclasses.replace(self, call=canonical_json(by_present_names(json.loads(self.call), renamed)))
 
     @functools.cached_property
