@@ -53,13 +53,17 @@ LEAST = 50
 """Seconds that a row takes at least."""
 
 
-def environment(asked: str) -> dict[str, str]:
-    """One GPU where the row has no mesh; most of its memory; without Triton's search for every float8 product."""
+CUBLAS = "--xla_gpu_enable_triton_gemm=false"
+"""Products by cuBLAS alone: XLA tries no kernels of its own, of which it has many for float8."""
+
+
+def environment(asked: str, flags: str = "") -> dict[str, str]:
+    """One GPU where the row has no mesh; most of its memory; flags for XLA, with `CUBLAS` where products are float8."""
     given = {"JAX_COMPILATION_CACHE_DIR": "/tmp/jax-cache", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "PYTHONUNBUFFERED": "1"}
     if "--mesh" not in asked:
         given["CUDA_VISIBLE_DEVICES"] = "0"
-    if "--float8" in asked:
-        given["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false".strip()
+    if flags := CUBLAS if "--float8" in asked else flags:
+        given["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     return {**os.environ, **given}
 
 

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from train import environment
+from train import CUBLAS, environment
 
 TOKENS = 65_536
 """Of a step."""
@@ -40,9 +40,6 @@ ROWS: dict[str, tuple[str, bool]] = {
     "hybrid-float8": ("hybrid", True),
 }
 """By name: model of `examples/train` in its size 1.3b, and whether products are float8."""
-
-CUBLAS = "--xla_gpu_enable_triton_gemm=false"
-"""Products by cuBLAS alone: XLA tries no kernels of its own."""
 
 OURS: dict[str, list[tuple[int, str, str]]] = {
     "llama": [(4, "--layers unroll", CUBLAS), (8, "--layers unroll", CUBLAS)],
@@ -167,22 +164,16 @@ def run(command: list[str], variables: dict[str, str], limit: float) -> str:
     return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1][:500]
 
 
-def with_flags(flags: str) -> dict[str, str]:
-    variables = environment("")
-    return {**variables, "XLA_FLAGS": f"{variables.get('XLA_FLAGS', '')} {flags}".strip()}
-
-
 def one(trainer: str, name: str, place: int, options: argparse.Namespace, left: float, written: Path) -> dict[str, Any]:
     """What a process of a trainer measured, or {"problem": ...}."""
     steps, settings_of = options.steps, (OURS if trainer == "ours" else THEIRS)[ROWS[name][0]]
     if trainer == "ours":
         asked = ours(name, place, small=options.small, steps=steps, out=written)
-        command, variables = [sys.executable, "-m", "ejkernel_train", *asked.split()], with_flags(settings_of[place][2])
+        command = [sys.executable, "-m", "ejkernel_train", *asked.split()]
     else:
         more = ["--small"] if options.small else []
         command = [sys.executable, __file__, "--theirs", name, str(place), "--steps", str(steps), "--out", str(written), *more]
-        variables = with_flags(settings_of[place][2])
-    if problem := run(command, variables, min(left, options.limit)):
+    if problem := run(command, environment("", settings_of[place][2]), min(left, options.limit)):
         return {"problem": problem}
     found = json.loads(written.read_text())
     if trainer == "theirs":
