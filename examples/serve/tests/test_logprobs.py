@@ -14,7 +14,7 @@ from served import SIZES, Server, serving
 from ejkernel_serve.completion import name
 from ejkernel_serve.device import TOKENS
 from ejkernel_serve.engine import Engine
-from ejkernel_serve.protocol import parse
+from ejkernel_serve.protocol import CompletionRequest, parse_as
 from ejkernel_train.model import Model
 
 PROMPT = "It is ça"
@@ -124,7 +124,7 @@ def test_settings_reach_the_engine():
         "logprobs": 4,
         "echo": True,
     }
-    ((_, sampling),) = parse(json.dumps(body).encode()).requests()
+    ((_, sampling),) = parse_as(CompletionRequest, json.dumps(body).encode()).requests()
     assert (sampling.min_p, sampling.presence_penalty, sampling.frequency_penalty) == (0.1, 1, -0.5)
     assert (sampling.repetition_penalty, sampling.logit_bias) == (1.2, {65: -100, 0: 2.5})
     assert (sampling.top_logprobs, sampling.prompt_logprobs) == (4, True)

@@ -19,7 +19,7 @@ from served import SIZES, Server, serving, wait_for
 
 from ejkernel_serve.config import Sampling
 from ejkernel_serve.engine import Engine
-from ejkernel_serve.protocol import parse
+from ejkernel_serve.protocol import CompletionRequest, parse_as
 from ejkernel_serve.scheduler import News, Request
 from ejkernel_serve.server import MAX_BODY
 from ejkernel_serve.text import text_of
@@ -51,7 +51,7 @@ def slow(engine_of: Engines) -> Iterator[Server]:
 
 def alone(engine: Engine, **fields: Any) -> str:
     """The text of a request by an engine that has no other."""
-    wanted = parse(json.dumps({"model": "tiny", **fields}).encode())
+    wanted = parse_as(CompletionRequest, json.dumps({"model": "tiny", **fields}).encode())
     prompt, sampling = wanted.requests()[0]
     request = engine.submit(prompt, sampling)
     engine.finish()
@@ -388,6 +388,6 @@ def test_a_step_that_fails(engine_of: Engines, caplog: pytest.LogCaptureFixture)
 
 
 def test_a_seed_for_each_choice():
-    requests = parse(b'{"model": "tiny", "prompt": "x", "n": 3, "seed": 1}').requests()
+    requests = parse_as(CompletionRequest, b'{"model": "tiny", "prompt": "x", "n": 3, "seed": 1}').requests()
     assert len({sampling.seed for _, sampling in requests}) == 3
     assert requests[0][1] == Sampling(seed=requests[0][1].seed)

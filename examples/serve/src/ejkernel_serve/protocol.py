@@ -135,6 +135,10 @@ class GenerationRequest(BaseModel):
     def stops(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(stop.encode()) for stop in self.stop)
 
+    def prepare(self) -> None:
+        """Compute, in whichever thread this is, what the loop's would else have to."""
+        _ = self.stops
+
     def requests(self) -> list[tuple[tuple[int, ...], Sampling]]:
         """One for each candidate: those of the first prompt, then those of the next one."""
         seed = secrets.randbits(63) if self.seed is None else self.seed
@@ -196,6 +200,10 @@ class CompletionRequest(GenerationRequest):
         """What the text after each prompt begins with."""
         return tuple(text_of(prompt) if self.echo else "" for prompt in self.prompt)
 
+    def prepare(self) -> None:
+        super().prepare()
+        _ = self.echoes
+
     @field_validator("prompt", mode="plain")
     @classmethod
     def _prompts(cls, given: Any) -> tuple[tuple[int, ...], ...]:
@@ -250,11 +258,6 @@ def parse_as(kind: type[Wanted], body: bytes) -> Wanted:
         param = ".".join(str(part) for part in error["loc"]) or None
         message = error["msg"].removeprefix("Value error, ")
         raise ApiError(400, f"{param}: {message}" if param else message, param=param) from None
-
-
-def parse(body: bytes) -> CompletionRequest:
-    """As `parse_as`."""
-    return parse_as(CompletionRequest, body)
 
 
 def _json_object(body: bytes) -> dict[str, Any]:

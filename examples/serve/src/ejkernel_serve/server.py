@@ -158,7 +158,7 @@ class Service:
         if longest + wanted.most > possible:
             message = f"the prompt has {longest} tokens and max_tokens is {wanted.most}; together at most {possible} fit"
             raise ApiError(400, message, param=wanted.source, code="context_length_exceeded")
-        _ = wanted.stops, isinstance(wanted, CompletionRequest) and wanted.echoes  # computed here, for the loop
+        wanted.prepare()
         try:
             return self.worker.submit(wanted.requests())
         except QueueFullError as error:
