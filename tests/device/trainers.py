@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -127,8 +128,12 @@ def experiment(
 def theirs(name: str, place: int, *, small: bool, steps: int, out: str) -> dict[str, Any]:
     """Seconds of their steps, the first three not counted; runs in its own process.
 
-    One step with two repeats goes before, as in our trainer: XLA then knows the products of the whole program."""
+    One step with two repeats goes before, as in our trainer: XLA then knows the products of the whole program. Their weights start
+    as other random numbers, as XLA takes minutes to compile one program that draws all of them from the normal distribution."""
+    import jax
     from jla.training.trainer import Trainer
+
+    jax.random.truncated_normal = hashed
 
     model, float8 = ROWS[name]
     micro, settings, flags = THEIRS[model][place]
@@ -146,6 +151,16 @@ def theirs(name: str, place: int, *, small: bool, steps: int, out: str) -> dict[
     return {"seconds": seconds, "micro": micro, "settings": settings, "flags": flags, "whole": time.monotonic() - begin}
 
 
+def hashed(key: Any, lower: float, upper: float, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Uniform numbers with the standard deviation of a normal distribution cut at two of its own."""
+    import jax
+    import jax.numpy as jnp
+
+    bits = jax.lax.iota(jnp.uint32, math.prod(shape)) * jnp.uint32(2654435761) + jax.random.key_data(key).ravel()[-1]
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(2246822519)
+    return ((((bits ^ (bits >> 13)) >> 8) / 2**24 - 0.5) * 2 * 0.88 * 3**0.5).astype(dtype).reshape(shape)
+
+
 def ours(name: str, place: int, *, small: bool, steps: int, out: Path) -> str:
     """What is asked of our trainer."""
     model, float8 = ROWS[name]
@@ -156,11 +171,14 @@ def ours(name: str, place: int, *, small: bool, steps: int, out: Path) -> str:
 
 
 def run(command: list[str], variables: dict[str, str], limit: float) -> str:
-    """What went wrong, else nothing."""
+    """What went wrong, else nothing; of a process that took too long the last that it compiled."""
+    variables = {**variables, "JAX_LOG_COMPILES": "1"}
     try:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=max(limit, 1))
-    except subprocess.TimeoutExpired:
-        return f"more than {limit:.0f} s"
+    except subprocess.TimeoutExpired as error:
+        written = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr or ""
+        told = [line[:120] for line in written.splitlines() if "XLA compilation" in line or line.startswith("Compiling")]
+        return f"more than {limit:.0f} s; {' | '.join(told[-3:])}"
     return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1][:500]
 
 

@@ -51,13 +51,13 @@ def compare(
         if dataclasses.replace(config, kernels=first.kernels, plain=first.plain) != first:
             raise ValueError("builds that are compared may differ in their kernels alone")
     builds, failed = compiled(configs)
-    start = jax.jit(lambda: initialise(first), out_shardings=builds[0].shardings if builds else None)
+    shardings = builds[0].shardings if builds else None
     reference: Any = None
     learnt: list[report.Build] = []
     distances: list[float] = []
     for build in builds:
         try:
-            gradients = learn(build, start(), tokens, progress)
+            gradients = learn(build, initialise(first, shardings), tokens, progress)
             reference = gradients if reference is None else reference
             distances.append(float(apart(gradients, reference)))
             learnt.append(build)
@@ -68,7 +68,7 @@ def compare(
     if not learnt:
         raise RuntimeError(f"no build ran: {failed}")
     agreements = [agreement(build, learnt[0], distance) for build, distance in zip(learnt, distances, strict=True)]
-    seconds, state = timed(learnt, start(), tokens, rounds)
+    seconds, state = timed(learnt, initialise(first, shardings), tokens, rounds)
     found = report.records(learnt, state, peak, [each[min(skip, rounds - 1) :] for each in seconds])
     return {
         **report.summary(first, state, peak),

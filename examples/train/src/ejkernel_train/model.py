@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -342,16 +341,23 @@ class Model(eqx.Module):
     config: ModelConfig = eqx.field(static=True)
     stacked: bool = eqx.field(static=True)
 
-    def __init__(self, config: ModelConfig, key: jax.Array, stacked: bool = True) -> None:
+    def __init__(self, config: ModelConfig, key: jax.Array, stacked: bool = True, shardings: Any = None) -> None:
+        """Compiled by places of the pattern: XLA takes minutes for one program that makes the blocks of 24 layers.
+
+        Args:
+            shardings: a model of shardings, else all is on one device.
+        """
         first, *others = jax.random.split(key, 1 + len(config.pattern))
-
-        def of_place(mixer: str, key: jax.Array) -> Block:
-            return jax.vmap(lambda key: Block(config, mixer, key))(jax.random.split(key, config.repeats))
-
-        places = tuple(of_place(mixer, key) for mixer, key in zip(config.pattern, others, strict=True))
-        self.embedding = matrix(first, config.width, config.vocabulary, config.width)
-        self.blocks = places if stacked else tuple(block for repeat in unstacked(places, config.repeats) for block in repeat)
-        self.norm = jnp.ones(config.width)
+        embedding, blocks, norm = (shardings.embedding, shardings.blocks, shardings.norm) if shardings else (None, None, None)
+        places = []
+        for place, (mixer, key) in enumerate(zip(config.pattern, others, strict=True)):
+            make, keys = partial(Block, config, mixer), jax.random.split(key, config.repeats)
+            make = jax.jit(jax.vmap(make) if stacked else make, out_shardings=blocks and blocks[place])
+            places.append(make(keys) if stacked else [make(key) for key in keys])
+        size = config.vocabulary, config.width
+        self.embedding = jax.jit(lambda key: matrix(key, config.width, *size), out_shardings=embedding)(first)
+        self.blocks = tuple(places) if stacked else tuple(block for repeat in zip(*places, strict=True) for block in repeat)
+        self.norm = jax.jit(partial(jnp.ones, config.width), out_shardings=norm)()
         self.config = config
         self.stacked = stacked
 
@@ -404,11 +410,6 @@ def with_stacked_blocks(model: Model) -> Model:
     blocks = tuple(jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks) for blocks in places)
     shapes = jax.eval_shape(lambda: Model(model.config, jax.random.key(0)))
     return jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves((model.embedding, blocks, model.norm)))
-
-
-def unstacked(tree: Any, repeats: int) -> list[Any]:
-    """The tree of every repeat, of leaves that are stacked over them."""
-    return [jax.tree.map(itemgetter(repeat), tree) for repeat in range(repeats)]
 
 
 def rotary(length: int, size: int, base: float = 10000.0) -> tuple[jax.Array, jax.Array]:

@@ -68,7 +68,7 @@ class Build:
         self.compiled = compiled or compile_step(config)
         self.shardings, self._batch = self.compiled.shardings
         if start:
-            self.state: State = jax.jit(lambda: initialise(config), out_shardings=self.shardings)()
+            self.state = initialise(config, self.shardings)
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.seconds: list[float] = []

@@ -9,6 +9,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -54,9 +55,12 @@ def split(model: Model) -> tuple[Model, Model]:
     return weights, scales
 
 
-def initialise(config: TrainConfig) -> State:
-    model = Model(config.sizes, jax.random.key(config.seed), stacked=config.layers == "scan")
-    return State(model, optimizer(config).init(split(model)[0]), jnp.zeros((), jnp.int32))
+def initialise(config: TrainConfig, shardings: State | None = None) -> State:
+    """The state before the first step, on one device without `shardings`."""
+    given = shardings or State(None, None, None)
+    model = Model(config.sizes, jax.random.key(config.seed), stacked=config.layers == "scan", shardings=given.model)
+    moments = jax.jit(optimizer(config).init, out_shardings=given.moments)(split(model)[0])
+    return State(model, moments, jax.jit(partial(jnp.zeros, (), jnp.int32), out_shardings=given.step)())
 
 
 class Measures(NamedTuple):
