@@ -56,7 +56,7 @@ def kernels(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda each: each["begin"])
 
 
-def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(found: list[dict[str, Any]], steps: float = STEPS) -> dict[str, Any]:
     """Milliseconds of one step by kind, by name, and without any kernel."""
     if not found:
         return {"kernels": []}  # as on a CPU
@@ -69,14 +69,14 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
         busy += max(0, each["begin"] + each["ns"] - max(end, each["begin"]))
         end = max(end, each["begin"] + each["ns"])
     span = end - found[0]["begin"]
-    scale = 1e-6 / STEPS
+    scale = 1e-6 / steps
     longest = sorted(names.items(), key=lambda item: -sum(item[1]))[:80]
     return {
         "step_ms": round(span * scale, 3),
         "without_kernels_ms": round((span - busy) * scale, 3),
         "kinds_ms": {kind: round(ns * scale, 3) for kind, ns in sorted(kinds.items(), key=lambda item: -item[1])},
         "kernels": [
-            {"ms": round(sum(each) * scale, 3), "calls": len(each) / STEPS, "name": name, "for": made_for}
+            {"ms": round(sum(each) * scale, 3), "calls": len(each) / steps, "name": name, "for": made_for}
             for (name, made_for), each in longest
         ],
     }
