@@ -17,9 +17,10 @@ import numpy as np
 
 import ejkernel
 from ejkernel_serve.config import MAX_TOP_LOGPROBS
+from ejkernel_serve.layers import Layer, layers_of
 from ejkernel_train.config import ModelConfig
 from ejkernel_train.data import START
-from ejkernel_train.model import Block, Context, Model, rotary
+from ejkernel_train.model import Context, Model, rotary
 from ejkernel_train.operations import choose
 from ejkernel_train.sharding import Layout
 
@@ -102,10 +103,19 @@ class Draws(NamedTuple):
     top_logprobs: jax.Array | None = None
 
 
-class Weights(NamedTuple):
-    """A model as its products read it, and cosine and sine `[positions, D / 2]`."""
+class Weights(eqx.Module):
+    """A model as its products read it.
 
-    model: Model
+    Attributes:
+        embedding: `[V, d]`, also the head.
+        layers: in their order.
+        norm: `[d]`, before the head.
+        cos, sin: `[positions, D / 2]`.
+    """
+
+    embedding: jax.Array
+    layers: tuple[Layer, ...]
+    norm: jax.Array
     cos: jax.Array
     sin: jax.Array
 
@@ -122,8 +132,8 @@ def prepare(model: Model, dtype: str, positions: int) -> Weights:
         raise ValueError(f"the model has blocks of {', '.join(others)}, whose states have no pages; serve llama or moe")
     if config.vocabulary < TOKENS:
         raise ValueError(f"the model has a vocabulary of {config.vocabulary}; bytes and a mark need {TOKENS}")
-    copy = eqx.tree_at(lambda model: model.embedding, model.compute_copy(dtype), model.embedding.astype(dtype))
-    return Weights(copy, *rotary(positions, config.head_size))
+    layers = tuple(layers_of(model.compute_copy(dtype)))
+    return Weights(model.embedding.astype(dtype), layers, model.norm, *rotary(positions, config.head_size))
 
 
 def empty_pages(config: ModelConfig, pages: int, page_size: int, dtype: str) -> Pages:
@@ -137,28 +147,21 @@ def step(weights: Weights, pages: Pages, batch: Batch, top: int = 0) -> tuple[Pa
     Returns:
         The pages with the new tokens' keys and values, in place if they are donated; what was drawn.
     """
-    model = weights.model
-    cos, sin = weights.cos[batch.positions], weights.sin[batch.positions]
-    per_layer = len(pages.keys) // model.config.layers
-
-    def repeat(carry: tuple[jax.Array, Pages, jax.Array], blocks: tuple[Block, ...]) -> tuple[Any, None]:
-        x, pages, layer = carry
-        for block in blocks:
-            x, pages = _block(block, x, (cos, sin), pages, batch, layer * per_layer)
-            layer = layer + 1
-        return (x, pages, layer), None
-
-    start = model.embedding[batch.tokens][None], pages, jnp.zeros((), jnp.int32)
-    (x, pages, _), _ = jax.lax.scan(repeat, start, model.blocks)
-    rows = choose("ejkernel").rms_norm(x[0, batch.rows], model.norm)
-    logits = jnp.einsum("sd,vd->sv", rows, model.embedding)
+    angles = weights.cos[batch.positions], weights.sin[batch.positions]
+    per_layer = len(pages.keys) // len(weights.layers)
+    x = weights.embedding[batch.tokens][None]
+    run = jax.jit(_block)  # so that the layers are traced and lowered once
+    for number, layer in enumerate(weights.layers):
+        x, pages = run(layer, x, angles, pages, batch, jnp.int32(number * per_layer))
+    rows = choose("ejkernel").rms_norm(x[0, batch.rows], weights.norm)
+    logits = jnp.einsum("sd,vd->sv", rows, weights.embedding)
     return pages, _draw(logits, batch, top)
 
 
 def _block(
-    block: Block, x: jax.Array, angles: tuple[jax.Array, jax.Array], pages: Pages, batch: Batch, first: jax.Array
+    layer: Layer, x: jax.Array, angles: tuple[jax.Array, jax.Array], pages: Pages, batch: Batch, first: jax.Array
 ) -> tuple[jax.Array, Pages]:
-    """A block on the stream `[1, N, d]`; its pages begin at row `first`."""
+    """A layer on the stream `[1, N, d]`; its pages begin at row `first`."""
     where = batch.lengths, batch.tables + first, batch.starts
     written = pages
 
@@ -168,7 +171,7 @@ def _block(
         return ejkernel.unified_attention(query[0], *written, *where, qq_bias=batch.tree)[None]
 
     operations = choose("ejkernel")._replace(attention=attention)
-    x, _ = block(x, Context(operations, Layout(), *angles))
+    x, _ = layer.whole()(x, Context(operations, Layout(), *angles))
     return x, written
 
 
