@@ -18,6 +18,8 @@ class EngineConfig:
         max_requests: how many run at once.
         max_waiting: how many may wait for that; more are refused.
         buckets: tokens of a step: it runs the program of the smallest that holds it. The largest is what a step may compute.
+        burst: tokens that each request gets from one program while all decode. They come together, and an end that is not last
+            wastes the others; without, the device waits for the host after each token. 1 for none.
         drafts: guesses of its next tokens that a request which decodes gets in a step at most; see `speculative.py`.
         prefix_reuse: a prompt takes the pages of an earlier one that began the same.
         dtype: of products, activations and the cache.
@@ -29,12 +31,13 @@ class EngineConfig:
     max_requests: int = 64
     max_waiting: int = 256
     buckets: tuple[int, ...] = (1, 4, 16, 64, 256)
+    burst: int = 4
     drafts: int = 0
     prefix_reuse: bool = True
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name in ("pages", "page_size", "max_length", "max_requests", "max_waiting"):
+        for name in ("pages", "page_size", "max_length", "max_requests", "max_waiting", "burst"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
         if self.drafts < 0:
@@ -47,9 +50,14 @@ class EngineConfig:
             raise ValueError(f"pages is {self.pages}; a request of max_length={self.max_length} needs {self.table}")
 
     @property
+    def positions(self) -> int:
+        """Tokens of the longest request, and those of a burst that its end wastes."""
+        return self.max_length + self.burst - 1
+
+    @property
     def table(self) -> int:
         """Pages of the longest request."""
-        return -(-self.max_length // self.page_size)
+        return -(-self.positions // self.page_size)
 
     @property
     def capacity(self) -> int:
@@ -148,6 +156,11 @@ class Sampling:
                 )
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"top_logprobs is {self.top_logprobs}; give an int in [0, {MAX_TOP_LOGPROBS}]")
+
+    @property
+    def adjusts(self) -> bool:
+        """Logits are changed before a token is drawn."""
+        return self.penalised or bool(self.logit_bias)
 
     @property
     def penalised(self) -> bool:

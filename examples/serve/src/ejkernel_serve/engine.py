@@ -18,6 +18,9 @@ from ejkernel_train.model import Model
 STEP = jax.jit(device.step, donate_argnums=1, static_argnames="top")
 """One program for each bucket, shared by engines of the same sizes, and others for what few requests ask for."""
 
+STEPS = jax.jit(device.steps, donate_argnums=1, static_argnames=("number", "top"))
+"""One program for each bucket of which all tokens may be of requests that decode."""
+
 
 class Engine:
     """Requests go in by `submit`, `step` moves all of them on, and `cancel` ends one at any time.
@@ -32,7 +35,7 @@ class Engine:
         self.config = config
         self.scheduler = Scheduler(config, end=START)
         self._lock = threading.Lock()
-        weights = device.prepare(model, config.dtype, config.max_length)
+        weights = device.prepare(model, config.dtype, config.positions)
         pages = device.empty_pages(model.config, config.pages, config.page_size, config.dtype)
         # placed, as restored weights are: with pages that were not, the first step's program would be another than later ones'
         self._weights, self._pages = jax.device_put((weights, pages), jax.devices()[0])
@@ -70,8 +73,7 @@ class Engine:
             batch = self.batch(chunks) if chunks else None
         if batch is None:
             return []
-        self._pages, draws = STEP(self._weights, self._pages, batch, top=_top(chunks))
-        drawn = _by_chunk(chunks, draws)
+        drawn = _by_chunk(chunks, self._run(batch, _top(chunks), chunks[0].burst))
         with self._lock:
             return self.scheduler.commit(chunks, drawn)
 
@@ -81,11 +83,13 @@ class Engine:
             self.step()
 
     def warm_up(self) -> None:
-        """Compile the program of every bucket for requests without adjustments, scores and likeliest tokens."""
+        """Compile the programs of every bucket for requests without adjustments, scores and likeliest tokens."""
+        decoding = self.config.bucket(self.config.max_requests)
         for size in self.config.buckets:
             # no request has tokens, so nothing is stored
-            self._pages, draws = STEP(self._weights, self._pages, self._empty(size), top=0)
-            draws.tokens.block_until_ready()
+            self._run(self._empty(size)).tokens.block_until_ready()
+            if size <= decoding and not self.config.drafts:
+                self._run(self._empty(size), burst=self.config.burst).tokens.block_until_ready()
 
     def probe(self) -> None:
         """Generate a token.
@@ -102,6 +106,13 @@ class Engine:
         """That no page is lost; see `PageCache.check`."""
         with self._lock:
             self.scheduler.check()
+
+    def _run(self, batch: device.Batch, top: int = 0, burst: int = 1) -> device.Draws:
+        if burst == 1:
+            self._pages, draws = STEP(self._weights, self._pages, batch, top=top)
+        else:
+            self._pages, draws = STEPS(self._weights, self._pages, batch, number=burst, top=top)
+        return draws
 
     def _empty(self, size: int, *, scores: bool = False) -> device.Batch:
         """A batch of so many tokens without requests. There are never more requests or drawn tokens than tokens.
@@ -132,7 +143,7 @@ class Engine:
         batch = self._empty(size, scores=any(chunk.scored for chunk in chunks))
         min_p, adjustments = np.zeros(len(batch.rows), np.float32), list[penalties.Adjustments]()
         end = row = 0
-        for number, (request, size, drafts, scored) in enumerate(chunks):
+        for number, (request, size, drafts, scored, _) in enumerate(chunks):
             start, last, end = end, end + size - 1, end + size + len(drafts)
             done = request.computed + size
             depths = (0, *speculative.depths(drafts))
@@ -166,12 +177,17 @@ def _top(chunks: Sequence[Chunk]) -> int:
 
 
 def _by_chunk(chunks: Sequence[Chunk], draws: device.Draws) -> list[Drawn]:
-    """Of each chunk the tokens drawn after it and after its drafts, and the scores of its prompt."""
+    """Of each chunk the tokens drawn after it and after its drafts, or in its burst, and the scores of its prompt."""
     tokens, logprobs = _list(draws.tokens), _list(draws.logprobs)
     top_tokens, top_logprobs = _list(draws.top_tokens), _list(draws.top_logprobs)
     found: list[Drawn] = []
     row = 0
-    for chunk in chunks:
+    for number, chunk in enumerate(chunks):
+        if chunk.burst > 1:
+            wanted = chunk.request.sampling.top_logprobs
+            top = _likeliest(top_tokens[number], top_logprobs[number], wanted) if wanted else []
+            found.append(Drawn(tokens[number], logprobs[number], top))
+            continue
         scores = slice(row, row + len(chunk.scored))
         rows = slice(scores.stop, scores.stop + 1 + len(chunk.drafts))
         row = rows.stop

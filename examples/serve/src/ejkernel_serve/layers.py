@@ -17,44 +17,47 @@ import jax.numpy as jnp
 from ejkernel_train.model import Block, Context, GatedAttention, Model, SwiGLU
 
 
-class Columns(eqx.Module):
-    """A linear layer whose weight is some columns of an array that layers share: XLA multiplies by that array once."""
+class Rows(eqx.Module):
+    """A linear layer whose weight is some rows of an array that layers share: XLA multiplies by that array once.
+
+    In this order, inputs last, XLA multiplies a single token by a weight in one pass.
+    """
 
     weight: jax.Array
     start: int
     stop: int
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        return (x @ self.weight)[..., self.start : self.stop]
+        return jnp.einsum("...i,oi->...o", x, self.weight)[..., self.start : self.stop]
 
 
 class Layer(eqx.Module):
-    """A block whose layers of the same input are missing, and their weights side by side.
+    """A block without its linear layers, and their weights.
 
     Attributes:
         block: the rest of it.
-        joined: `[d, sum of widths]` for each input.
-        widths: of the layers that are joined.
+        weights: `[sum of widths, inputs]` of all layers that read the same.
+        widths: outputs of each of these.
     """
 
     block: Block
-    joined: tuple[jax.Array, ...]
+    weights: tuple[jax.Array, ...]
     widths: tuple[tuple[int, ...], ...] = eqx.field(static=True)
 
     def __init__(self, block: Block) -> None:
-        weights = [[layer.weight for layer in layers] for layers in _of_one_input(block)]
-        self.block = eqx.tree_at(_of_all_inputs, block, [None for _ in _of_all_inputs(block)])
-        self.joined = tuple(jnp.concatenate(each, axis=1) for each in weights)
-        self.widths = tuple(tuple(weight.shape[1] for weight in each) for each in weights)
+        own = [[layer.weight.T for layer in layers] for layers in _by_input(block)]
+        self.block = eqx.tree_at(_linear, block, [None for _ in _linear(block)])
+        self.weights = tuple(jnp.concatenate(each) for each in own)
+        self.widths = tuple(tuple(len(weight) for weight in each) for each in own)
 
     def whole(self) -> Block:
-        """The block, with layers that read their columns."""
-        columns = [
-            Columns(joined, start, stop)
-            for joined, widths in zip(self.joined, self.widths, strict=True)
+        """The block, with layers that read their rows."""
+        rows = [
+            Rows(weight, start, stop)
+            for weight, widths in zip(self.weights, self.widths, strict=True)
             for start, stop in pairwise(accumulate(widths, initial=0))
         ]
-        return eqx.tree_at(_of_all_inputs, self.block, columns, is_leaf=lambda node: node is None)
+        return eqx.tree_at(_linear, self.block, rows, is_leaf=lambda node: node is None)
 
 
 def layers_of(model: Model) -> Iterator[Layer]:
@@ -68,12 +71,13 @@ def layers_of(model: Model) -> Iterator[Layer]:
             yield of_repeat(blocks, repeat)
 
 
-def _of_one_input(block: Block) -> list[list[Any]]:
-    """The linear layers that read the same, of each input."""
-    attention = block.mixer.attention if isinstance(block.mixer, GatedAttention) else block.mixer
-    projections, dense = [attention.query, attention.key, attention.value], block.feed_forward
-    return [projections, [dense.gate, dense.up]] if isinstance(dense, SwiGLU) else [projections]
+def _by_input(block: Block) -> list[list[Any]]:
+    """The linear layers, those together that read the same."""
+    gated, dense = isinstance(block.mixer, GatedAttention), block.feed_forward
+    attention = block.mixer.attention if gated else block.mixer
+    found = [[attention.query, attention.key, attention.value, *([block.mixer.gate] if gated else [])], [attention.output]]
+    return [*found, [dense.gate, dense.up], [dense.down]] if isinstance(dense, SwiGLU) else found
 
 
-def _of_all_inputs(block: Block) -> list[Any]:
-    return [layer for layers in _of_one_input(block) for layer in layers]
+def _linear(block: Block) -> list[Any]:
+    return [layer for layers in _by_input(block) for layer in layers]

@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-requests", type=int, default=sizes.max_requests, help="that run at once")
     add("--max-waiting", type=int, default=sizes.max_waiting, help="that wait for that; more are refused")
     add("--buckets", type=int, nargs="+", default=list(sizes.buckets), metavar="TOKENS", help="of a step; one program for each")
+    add("--burst", type=int, default=sizes.burst, metavar="TOKENS", help="that requests get from one program while all decode")
     add("--drafts", type=int, default=sizes.drafts, help="guesses of a request's next tokens that a step checks")
     add("--dtype", choices=["bfloat16", "float32"], default=sizes.dtype, help="of products and the cache")
 
@@ -78,7 +79,7 @@ def _restored(checkpoints: Checkpoints, config: TrainConfig) -> State:
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     given: dict[str, Any] = {
         name: getattr(arguments, name)
-        for name in ("pages", "page_size", "max_length", "max_requests", "max_waiting", "drafts", "dtype")
+        for name in ("pages", "page_size", "max_length", "max_requests", "max_waiting", "burst", "drafts", "dtype")
     }
     return EngineConfig(**given, buckets=tuple(arguments.buckets))
 

@@ -99,13 +99,15 @@ class Chunk(NamedTuple):
     """The next `size` tokens of a request, and drafts of what comes after its last one.
 
     A token is drawn after the chunk's last token, which matters if it is the request's last one, and after each draft. Only a
-    chunk of one token has drafts. `scored` are the places of tokens of the prompt whose log-probabilities are to be found.
+    chunk of one token has drafts. `scored` are the places of tokens of the prompt whose log-probabilities are to be found. Of a
+    `burst`, so many tokens are drawn one after the other; then that is so for all chunks of the step.
     """
 
     request: Request
     size: int
     drafts: tuple[Draft, ...] = ()
     scored: range = range(0)
+    burst: int = 1
 
     @property
     def tokens(self) -> int:
@@ -114,7 +116,8 @@ class Chunk(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The tokens drawn after a chunk and after each of its drafts, with their log-probabilities; `scores` of `Chunk.scored`.
+    """The tokens drawn after a chunk and after each of its drafts, or in its burst, with their log-probabilities; `scores` of
+    `Chunk.scored`.
 
     `top` and `top_scores` are empty unless the request asks for the likeliest tokens.
     """
@@ -197,7 +200,7 @@ class Scheduler:
             while budget > 0 and self._admit():
                 budget -= self._add_chunk(chunks, self.running[-1], budget)
             if chunks or not self.running:
-                return self._speculate(chunks, budget)
+                return self._speculate(chunks, budget) if self.config.drafts else self._burst(chunks)
             self._preempt(self.running[-1])
 
     def commit(self, chunks: Sequence[Chunk], drawn: Sequence[Drawn]) -> list[News]:
@@ -223,7 +226,8 @@ class Scheduler:
                 self._end(request, "failed")
                 news.append(News(request, len(request.tokens) - before))
                 continue
-            request.drafted, request.accepted = request.drafted + len(chunk.drafts), request.accepted + len(right)
+            if chunk.drafts:
+                request.drafted, request.accepted = request.drafted + len(chunk.drafts), request.accepted + len(right)
             # keys and values of drafts stay if they lie as a text without other branches would; others are computed again
             kept = sum(index == place for place, index in enumerate(right))
             self._advance(request, chunk.size + kept)
@@ -261,8 +265,23 @@ class Scheduler:
                     chunks[place] = Chunk(request, size, drafts)
         return chunks
 
+    def _burst(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Let the requests have some tokens each if all decode, none's logits depend on them, and there are pages for all."""
+        number = self.config.burst
+        alone = all(each.size == each.request.remaining == 1 and not each.request.sampling.adjusts for each in chunks)
+        if number == 1 or not alone or all(each.request.longest - len(each.request.tokens) == 1 for each in chunks):
+            return chunks
+        pages = [self.cache.pages_of(each.request.computed + number) - len(each.request.pages) for each in chunks]
+        if sum(pages) > self.cache.available:
+            return chunks
+        for chunk, missing in zip(chunks, pages, strict=True):
+            chunk.request.pages += self.cache.take(max(missing, 0))
+        return [chunk._replace(burst=number) for chunk in chunks]
+
     def _follow(self, chunk: Chunk, drawn: Drawn) -> list[int] | None:
         """Append what was drawn after the chunk, and, while a draft was right, after that one. Returns the drafts that were.
+
+        What was drawn next in a burst is a draft that was right.
 
         None if no token could be drawn: the logits were NaN.
         """
@@ -277,7 +296,10 @@ class Scheduler:
             request.logprobs.append(logprob)
             request.top_logprobs += drawn.top[at + 1 : at + 2]
             request.stops.feed(token)
-            following = speculative.children(chunk.drafts, at).get(token)
+            if chunk.burst > 1:
+                following = at + 1 if at + 2 < chunk.burst else None
+            else:
+                following = speculative.children(chunk.drafts, at).get(token)
             if following is None or self._reason(request) is not None:
                 return right
             at = following
