@@ -11,7 +11,6 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions import sharded as _sharded
 from ejkernel.compositions.frameworks import honours_masks, no_attention_function
-from ejkernel.compositions.paged_flash import attend_over_pages
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_api
 from ejkernel.modules._options import FlashAttentionOptions, VarlenOptions
@@ -154,6 +153,8 @@ def flash_attention(
         locals(), "query key value bias softmax_aux mask_info dropout_seed", own="cum_seqlens_q cum_seqlens_k block_tables"
     )
     if block_tables is not None:
+        from ejkernel.compositions.paged_flash import attend_over_pages  # brings two more operations
+
         arrays |= {"cum_seqlens_q": cum_seqlens_q, "cum_seqlens_k": cum_seqlens_k, "block_tables": block_tables}
         return attend_over_pages(arrays, options, positional=_POSITIONAL, **run)
     arrays = given_arrays(query, key, value, bias, softmax_aux, mask_info, dropout_seed)
