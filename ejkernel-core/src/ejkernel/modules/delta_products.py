@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Literal, Required, Unpack, overload
 
 import numpy as np
 
@@ -11,11 +11,17 @@ from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid, wrong_type
 from ejkernel.modules._class_api import class_api
-from ejkernel.modules._options import DeltaProductOptions
+from ejkernel.modules._options import SharedDeltaOptions
 from ejkernel.operations.delta_rule.forms import chunked_by, dims_of, product
 from ejkernel.utils.checks import check_given
 
 __all__ = ["GatedDeltaProduct", "gated_delta_product"]
+
+
+class DeltaProductOptions(SharedDeltaOptions, total=False):
+    """Of `gated_delta_product`."""
+
+    num_householder: Required[int | np.integer]
 
 
 @overload
