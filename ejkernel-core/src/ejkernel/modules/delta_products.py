@@ -9,7 +9,7 @@ import numpy as np
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions.mesh import over_mesh
-from ejkernel.errors import argument_names, invalid, wrong_type
+from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_api
 from ejkernel.modules._options import SharedDeltaOptions
 from ejkernel.operations.delta_rule.forms import chunked_by, dims_of, product
@@ -67,7 +67,6 @@ def gated_delta_product(
 
 
 @public("decay", "initial_state")
-@argument_names(segments="seg_ids")
 def gated_delta_product(
     query: t.SequenceHeads,
     key: t.StepHeads,

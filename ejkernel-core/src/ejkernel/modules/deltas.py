@@ -194,7 +194,6 @@ def kernel_delta_attention(
 
 
 @public("decay", "initial_state")
-@argument_names(segments="seg_ids")
 def kernel_delta_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,
