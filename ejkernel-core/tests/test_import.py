@@ -23,6 +23,28 @@ def test_budget_over_jax(python):
     assert min(float(python(timed, **BYTECODE)) for _ in range(RUNS)) < 0.1
 
 
+def test_budget_of_the_first_public_name(python):
+    timed = """
+        import time
+        import jax.numpy
+        import ejkernel
+        start = time.thread_time()
+        ejkernel.flash_attention
+        print(time.thread_time() - start)
+        """
+    assert min(float(python(timed, **BYTECODE)) for _ in range(RUNS)) < 0.12
+
+
+def test_first_public_name_imports_no_other_operation(python):
+    listed = """
+        import sys
+        import ejkernel
+        ejkernel.flash_attention
+        print(*(name for name in sys.modules if name.startswith("ejkernel.operations.") and name.endswith(".interface")))
+        """
+    assert python(listed).split() == ["ejkernel.operations.flash_attention.interface"]
+
+
 def test_budget_of_every_installed_light_module(python):
     timed = """
         import importlib, json, time

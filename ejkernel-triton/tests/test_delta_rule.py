@@ -352,7 +352,7 @@ def test_supports():
 
     if version_problem() is None:
         assert ask() is None
-        assert ask(a=spec, b=spec, segments=ArraySpec((2, 64), "int32")) is None
+        assert ask(a=spec, b=spec, seg_ids=ArraySpec((2, 64), "int32")) is None
     assert "the target is cpu" in str(ask(Target("cpu")))
     assert "query is float64" in str(ask(query=ArraySpec((2, 64, 4, 32), "float64")))
     assert "9.0 or older" in str(ask(Target("gpu", "NVIDIA B200", "10.0")))

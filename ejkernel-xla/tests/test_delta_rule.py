@@ -122,7 +122,7 @@ def test_a_decay_of_minus_infinity_is_a_new_segment(decay: str, chunked: bool) -
     ids = jnp.asarray(np.cumsum(np.isin(np.arange(40), starts)))[None]
     cut = {**arrays, "decay": arrays["decay"].at[:, starts].set(-jnp.inf)}
     (got, gradients), (wanted, expected) = (
-        value_and_gradients(values, CHUNKS, use_chunked=chunked) for values in (cut, {**arrays, "segments": ids})
+        value_and_gradients(values, CHUNKS, use_chunked=chunked) for values in (cut, {**arrays, "seg_ids": ids})
     )
     assert_same(got, wanted)
     assert_same(gradients, expected)
@@ -145,9 +145,9 @@ def test_padding_takes_no_part() -> None:
     ids = np.array([-1, 0, 0, -1, -1, 0, 0, 1, -1, 1, 1, -1])
     arrays = problem(length=12, state=True)
     poisoned = {name: value if name == "initial_state" else value.at[:, ids < 0].set(jnp.nan) for name, value in arrays.items()}
-    (out, state), gradients = value_and_gradients({**poisoned, "segments": jnp.asarray(ids)[None]})
+    (out, state), gradients = value_and_gradients({**poisoned, "seg_ids": jnp.asarray(ids)[None]})
     kept = {name: value if name == "initial_state" else value[:, ids >= 0] for name, value in arrays.items()}
-    (kept_out, kept_state), kept_gradients = value_and_gradients({**kept, "segments": jnp.asarray(ids[ids >= 0])[None]})
+    (kept_out, kept_state), kept_gradients = value_and_gradients({**kept, "seg_ids": jnp.asarray(ids[ids >= 0])[None]})
     assert_same((out[:, ids >= 0], state), (kept_out, kept_state))
     np.testing.assert_array_equal(out[:, ids < 0], 0)
     for name, gradient in gradients.items():
@@ -230,10 +230,6 @@ def test_two_byte_inputs_keep_states_in_float32() -> None:
 # The public functions
 
 
-def names_of(arrays: dict[str, Any]) -> dict[str, Any]:
-    return {"seg_ids" if name == "segments" else name: value for name, value in arrays.items()}
-
-
 def test_gated_delta_rule_is_the_operation() -> None:
     arrays = problem(length=20, state=True)
     for options in ({"use_chunked": False}, {"chunk_size": 8}, {"cfg": {"chunk_size": 32}}, {"reverse": True}):
@@ -244,7 +240,7 @@ def test_gated_delta_rule_is_the_operation() -> None:
     assert_close(plain, by_reference(arrays, softmax_scale=2.0)[0], 5e-6)
     ids = jnp.repeat(jnp.arange(4), 5)[None]
     got = ejkernel.gated_delta_rule(**arrays, seg_ids=ids, use_qk_l2norm=False)
-    assert_close(got, by_reference({**arrays, "segments": ids})[0], 5e-6)
+    assert_close(got, by_reference({**arrays, "seg_ids": ids})[0], 5e-6)
 
 
 def test_forms_are_different_programs() -> None:

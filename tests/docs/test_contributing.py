@@ -221,6 +221,17 @@ def test_number_of_files(name):
     assert counted and int(counted[1]) == len({change.path for change in EXAMPLES[name]})
 
 
+def test_files_of_an_option_of_flash_attention():
+    """`normalize_output`, which has neither a check nor a part in rings, stands in core where the page says and nowhere else."""
+    said = re.search(r"^An option of `flash_attention` touches (\d+) files: (.*?)\. Two more", PAGE, re.MULTILINE | re.DOTALL)
+    assert said
+    files = re.findall(r"`([\w/]+\.(?:py|md))`", said[2])
+    assert len(files) == int(said[1])
+    source = ROOT / "ejkernel-core/src/ejkernel"
+    holding = {path.name for path in source.rglob("*.py") if "normalize_output" in path.read_text()}
+    assert holding == {"interface.py", "reference.py", "cases.py", "dense_attention.py"} <= {*files}
+
+
 def test_blocks_are_short():
     for _, block in BLOCK.findall(PAGE):
         assert len([line for line in block.splitlines() if line.strip()]) <= MOST_LINES, block.partition("\n")[0]

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel
 from ejkernel import MaskInfo
+from ejkernel.compositions.paged_flash import attend_over_pages
 
 PAGES, SIZE, ROWS, WIDTH = 12, 4, 3, 3
 TABLES = jnp.array([[5, 0, -1], [3, 7, 1], [2, 9, 4]])
@@ -152,6 +153,20 @@ def test_refused(options: dict[str, Any], message: str):
     query, key, value = arrays(2)
     with pytest.raises(ValueError, match=f"^{message}"):
         ejkernel.flash_attention(query, key, value, **{"block_tables": TABLES, "cum_seqlens_k": COUNTED, **options})
+
+
+def test_option_that_flash_attention_gets_later_is_not_ignored():
+    """The contract's `prefix`, which the public function has not: nothing lists it here."""
+    query, key, value = arrays(2)
+    with pytest.raises(ValueError, match=r"^prefix: got 3, expected None with block_tables"):
+        attend_over_pages(
+            {"query": query, "key": key, "value": value, "bias": None},
+            {"logits_dtype": None, "prefix": 3},
+            positional=(),
+            mesh=None,
+            in_specs=None,
+            out_specs=None,
+        )
 
 
 def test_explained_from_shapes():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import math
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> Any:
     def fill(piece: Any, rng: np.random.Generator) -> None:
         piece[...] = rng.standard_normal(piece.size, np.float32)
 
-    with ThreadPoolExecutor() as pool:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(fill, pieces, rng.spawn(len(pieces))))
     return out.reshape(shape)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,18 +18,16 @@ from ejkernel.masks import MaskInfo
 from ejkernel.operations.common.options import as_count, as_flag
 from ejkernel.operations.common.pages import check_starts, known_values
 from ejkernel.operations.flash_attention.bind import as_logits_dtype
+from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.operations.paged_attention import forms as _paged
 from ejkernel.operations.paged_attention.by_table import rows_over_pages
 from ejkernel.utils.tracing import has_traced, is_traced
 
-_UNSERVED = {
-    "bias": None,
-    "dropout_prob": 0.0,
-    "chunk_size": None,
-    "normalize_output": True,
-    "broadcast_dropout": False,
-}
-"""What paged attention does not have, beside a dtype of logits, and the value that says nothing."""
+_SERVED = "softmax_scale logits_soft_cap precision return_lse"
+"""Options that paged attention has under the same name."""
+
+_SAID_OTHERWISE = ("causal", "causal_alignment", "sliding_window")
+"""Options that it has in other words."""
 
 _UNSAID = ("dense", "query_segments", "key_segments", "query_positions", "key_positions", "window", "chunk_size", "prefix")
 
@@ -52,9 +52,10 @@ def attend_over_pages(
         **settings: platform and cfg.
     """
     dtype = arrays["query"].dtype
-    given = {**arrays, **options, "logits_dtype": as_logits_dtype(options["logits_dtype"], dtype)}
-    for name, plain in (*_UNSERVED.items(), ("logits_dtype", as_logits_dtype(None, dtype))):
-        value = given[name]
+    given = {**options, "logits_dtype": as_logits_dtype(options["logits_dtype"], dtype), "bias": arrays["bias"]}
+    for name, plain in _plain_options().items():
+        plain = as_logits_dtype(plain, dtype) if name == "logits_dtype" else plain
+        value = given.get(name, plain)
         if (value is not None) if plain is None else (value != plain):
             raise invalid(name, value if isinstance(value, (int, float, str)) else "an array", f"{plain} with block_tables")
     causal_alignment, mask_info = options["causal_alignment"], arrays["mask_info"]
@@ -75,13 +76,21 @@ def attend_over_pages(
     causal, window = _window(options["sliding_window"], causal, one_token)
     given = pick(arrays, "query key_pages=key value_pages=value softmax_aux block_tables cum_seqlens_q cum_seqlens_k")
     given |= {"query_lengths": info.query_lengths, "key_lengths": info.key_lengths}
-    settings |= pick(options, "softmax_scale logits_soft_cap precision return_lse")
+    settings |= pick(options, _SERVED)
     settings |= {"causal": causal, "sliding_window": window, "form": rows_over_pages}
     specs: dict[str, Any] = {"positional": tuple(given), "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     if is_sharded(mesh, in_specs, out_specs):
         given, specs["in_specs"] = _split_rows(given, named_specs(arrays, positional, in_specs))
     with argument_names(key_pages="key", value_pages="value", kv_lens="cum_seqlens_k", query_start_loc="cum_seqlens_q"):
         return over_mesh(_paged.attend, given, settings, **specs)
+
+
+@functools.cache
+def _plain_options() -> Mapping[str, Any]:
+    """The bias, and whatever options of `flash_attention` paged attention does not have, with the values that say nothing."""
+    parameters = inspect.signature(_FLASH_ATTENTION.canonicalise).parameters.values()
+    served = {*_SERVED.split(), *_SAID_OTHERWISE}
+    return {p.name: p.default for p in parameters if p.name == "bias" or (p.kind is p.KEYWORD_ONLY and p.name not in served)}
 
 
 def _check_known(arrays: Mapping[str, Any], info: MaskInfo) -> None:

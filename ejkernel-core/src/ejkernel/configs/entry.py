@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 from ejkernel.configs.key import Key
 from ejkernel.errors import invalid
@@ -28,7 +29,7 @@ class Timing:
     @property
     def median(self) -> float:
         """Of the runs; infinite for one that did not run."""
-        return statistics.median(self.seconds) if self.seconds and not self.failure else math.inf
+        return float(np.median(self.seconds)) if self.seconds and not self.failure else math.inf
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Required, Unpack, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +14,20 @@ from ejkernel.compositions.frameworks import refuses_masks
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_api
-from ejkernel.modules._options import LightningOptions, ShardedRecurrenceOptions
+from ejkernel.modules._options import ShardedRecurrenceOptions
 from ejkernel.operations.linear_recurrence.forms import dims_of, recurrence
 from ejkernel.operations.linear_recurrence.slopes import layer_slopes
 from ejkernel.utils.tracing import is_traced, refuse_traced, traced_count
 
 __all__ = ["LightningAttention", "Retention", "lightning_attention", "lightning_attn", "retention"]
+
+
+class LightningOptions(ShardedRecurrenceOptions, total=False):
+    """Of `lightning_attention`."""
+
+    layer_idx: Required[t.TracedCount]
+    num_layers: Required[int | np.integer]
+    slopes: t.LayerSlopes
 
 
 @overload

@@ -6,7 +6,6 @@ from typing import Literal, overload
 
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public, split
-from ejkernel.errors import argument_names
 from ejkernel.modules._class_api import class_api
 from ejkernel.operations.causal_conv1d.interface import OPERATION as _CAUSAL_CONV1D
 
@@ -62,7 +61,6 @@ def causal_conv1d(
 
 
 @public()
-@argument_names(segments="seg_ids")
 def causal_conv1d(
     x: t.SequenceChannels,
     weight: t.ConvFilters,
@@ -102,7 +100,7 @@ def causal_conv1d(
     Source: Fu et al., Hungry Hungry Hippos: Towards Language Modeling with State Space Models, 2023 (the shift); Gu and Dao,
     Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023.
     """
-    arrays, options, run = split(locals(), "x weight bias initial_state segments=seg_ids cu_seqlens")
+    arrays, options, run = split(locals(), "x weight bias initial_state seg_ids cu_seqlens")
     return _CAUSAL_CONV1D.invoke(arrays, options, **run)
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Literal, Required, Unpack, overload
 
 import numpy as np
 
 from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions.mesh import over_mesh
-from ejkernel.errors import argument_names, invalid, wrong_type
+from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_api
-from ejkernel.modules._options import DeltaProductOptions
+from ejkernel.modules._options import SharedDeltaOptions
 from ejkernel.operations.delta_rule.forms import chunked_by, dims_of, product
 from ejkernel.utils.checks import check_given
 
 __all__ = ["GatedDeltaProduct", "gated_delta_product"]
+
+
+class DeltaProductOptions(SharedDeltaOptions, total=False):
+    """Of `gated_delta_product`."""
+
+    num_householder: Required[int | np.integer]
 
 
 @overload
@@ -61,7 +67,6 @@ def gated_delta_product(
 
 
 @public("decay", "initial_state")
-@argument_names(segments="seg_ids")
 def gated_delta_product(
     query: t.SequenceHeads,
     key: t.StepHeads,

@@ -9,7 +9,7 @@ from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_api
-from ejkernel.modules._options import DeltaOptions, Rwkv7Options
+from ejkernel.modules._options import RecurrenceOptions, SharedDeltaOptions
 from ejkernel.operations.delta_rule.forms import by_removal, by_vectors, check_starts, chunked_by, delta, dims_of, ragged
 from ejkernel.operations.delta_rule.interface import OPERATION as _DELTA_RULE
 from ejkernel.utils.checks import check_given
@@ -29,6 +29,20 @@ __all__ = [
 
 
 _PER_CHANNEL = "kernel_delta_attention takes one per channel"
+
+
+class DeltaOptions(SharedDeltaOptions, total=False):
+    """Of `gated_delta_rule` and `kernel_delta_attention`."""
+
+    reverse: t.Flag
+
+
+class Rwkv7Options(RecurrenceOptions, total=False):
+    """Of `rwkv7` and `rwkv7_mul`."""
+
+    initial_state: t.MatrixState | None
+    cu_seqlens: t.CumulativeLengths | None
+    use_chunked: t.Flag
 
 
 @overload
@@ -180,7 +194,6 @@ def kernel_delta_attention(
 
 
 @public("decay", "initial_state")
-@argument_names(segments="seg_ids")
 def kernel_delta_attention(
     query: t.SequenceHeads,
     key: t.SequenceHeads,

@@ -11,10 +11,9 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions import sharded as _sharded
 from ejkernel.compositions.frameworks import honours_masks, no_attention_function
-from ejkernel.compositions.paged_flash import attend_over_pages
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_api
-from ejkernel.modules._options import FlashAttentionOptions, VarlenOptions
+from ejkernel.modules._options import DispatchOptions, ShardingOptions, VisibilityOptions
 from ejkernel.operations.common.dtypes import dtype_name
 from ejkernel.operations.common.options import as_flag
 from ejkernel.operations.flash_attention.dropout import as_dropout_rate
@@ -25,6 +24,31 @@ from ejkernel.operations.flash_attention.weights import with_weights
 __all__ = ["Attention", "FlashAttention", "FlashAttnVarlen", "attention", "flash_attention", "flash_attn_varlen"]
 
 _POSITIONAL = ("query", "key", "value", "bias", "cum_seqlens_q", "cum_seqlens_k", "softmax_aux", "block_tables")
+
+
+class _AttentionOptions(VisibilityOptions, total=False):
+    causal_alignment: t.CausalAlignment | None
+    logits_soft_cap: t.Number | None
+    dropout_prob: t.Number
+    dropout_seed: t.Seed | None
+    normalize_output: t.Flag
+    precision: t.PrecisionLike | None
+    logits_dtype: t.DTypeLike | None
+
+
+class FlashAttentionOptions(_AttentionOptions, ShardingOptions, total=False):
+    """Of `flash_attention`."""
+
+    softmax_scale: t.Scalar | None
+    causal: t.Flag
+    broadcast_dropout: t.Flag
+
+
+class VarlenOptions(_AttentionOptions, DispatchOptions, total=False):
+    """Of `flash_attn_varlen`."""
+
+    bias: t.PackedBias | None
+    softmax_aux: t.PackedSinks | None
 
 
 @overload
@@ -154,6 +178,8 @@ def flash_attention(
         locals(), "query key value bias softmax_aux mask_info dropout_seed", own="cum_seqlens_q cum_seqlens_k block_tables"
     )
     if block_tables is not None:
+        from ejkernel.compositions.paged_flash import attend_over_pages  # brings two more operations
+
         arrays |= {"cum_seqlens_q": cum_seqlens_q, "cum_seqlens_k": cum_seqlens_k, "block_tables": block_tables}
         return attend_over_pages(arrays, options, positional=_POSITIONAL, **run)
     arrays = given_arrays(query, key, value, bias, softmax_aux, mask_info, dropout_seed)

@@ -12,7 +12,7 @@ from ejkernel.compositions.frameworks import honours_masks
 from ejkernel.errors import invalid
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_api
-from ejkernel.modules._options import DotProductOptions
+from ejkernel.modules._options import ShardingOptions
 from ejkernel.operations.common.options import as_flag
 from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, made_bias, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
@@ -25,6 +25,27 @@ _IMPLEMENTATIONS = {"xla": "xla", "cudnn": "cuda.cudnn"}
 """JAX's words, and ours."""
 
 _POSITIONAL = ("query", "key", "value", "bias", "cum_seqlens_q", "cum_seqlens_k")
+
+
+class DotProductOptions(ShardingOptions, total=False):
+    """Of `scaled_dot_product_attention`."""
+
+    mask: t.DotProductMask | None
+    mask_info: MaskInfo | None
+    scale: t.Scalar | None
+    softmax_scale: t.Scalar | None
+    is_causal: t.Flag
+    causal: t.Flag
+    query_seq_lengths: t.Lengths | None
+    key_value_seq_lengths: t.Lengths | None
+    local_window_size: t.Window | None
+    sliding_window: t.Window | None
+    dropout_prob: t.Number
+    dropout_seed: t.Seed | None
+    broadcast_dropout: t.Flag
+    precision: t.PrecisionLike | None
+    init_bias: Callable[[], t.DotProductBias] | None
+    implementation: t.DotProductImplementation | None
 
 
 @overload

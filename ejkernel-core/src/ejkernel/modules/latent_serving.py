@@ -8,7 +8,7 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions.latent_serving import attend_after_storing
 from ejkernel.modules._class_api import class_api
-from ejkernel.modules._options import LatentServingOptions
+from ejkernel.modules._options import DispatchOptions
 
 __all__ = [
     "MultiLatentRaggedPageAttention",
@@ -16,6 +16,18 @@ __all__ = [
     "multi_latent_ragged_page_attention",
     "multi_latent_ragged_page_attention_v2",
 ]
+
+
+class LatentServingOptions(DispatchOptions, total=False):
+    """Of `multi_latent_ragged_page_attention`."""
+
+    softmax_scale: t.Scalar | None
+    sliding_window: t.Window | None
+    logits_soft_cap: t.Number | None
+    mask_value: t.Number | None
+    q_scale: t.Scalar | None
+    k_scale: t.Scalar | None
+    v_scale: t.Scalar | None
 
 
 @public()

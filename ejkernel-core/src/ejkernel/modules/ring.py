@@ -18,7 +18,7 @@ from ejkernel.compositions.ring.entry import RingAttentionOver
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.masks import MaskInfo
 from ejkernel.modules._class_api import class_api
-from ejkernel.modules._options import RingOptions
+from ejkernel.modules._options import ShardingOptions, VisibilityOptions
 from ejkernel.operations.common.options import as_count
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
 from ejkernel.utils.checks import check_array, normalise_axis
@@ -26,6 +26,19 @@ from ejkernel.utils.checks import check_array, normalise_axis
 __all__ = ["RingAttention", "ring_attention", "zigzag_shard", "zigzag_unshard"]
 
 _POSITIONAL = ("query", "key", "value", "softmax_aux", "bias")
+
+
+class RingOptions(VisibilityOptions, ShardingOptions, total=False):
+    """Of `ring_attention`."""
+
+    causal: t.Flag
+    logits_soft_cap: t.Number | None
+    softmax_scale: t.Scalar | None
+    axis_name: t.AxisNames | None
+    fused_backward: t.Flag
+    layout: t.SequenceLayout
+    strategy: t.SequenceStrategy
+    precision: t.PrecisionLike | None
 
 
 @overload

@@ -10,11 +10,18 @@ from ejkernel._pipeline.arguments import public, split
 from ejkernel.compositions.mesh import over_mesh
 from ejkernel.errors import argument_names
 from ejkernel.modules._class_api import class_api
-from ejkernel.modules._options import UnifiedAttentionOptions
+from ejkernel.modules._options import PagedOptions, ShardingOptions
 from ejkernel.operations.common.pages import INTERLEAVED
 from ejkernel.operations.paged_attention import forms as _paged
 
 __all__ = ["RaggedPageAttentionv2", "UnifiedAttention", "ragged_page_attention_v2", "unified_attention"]
+
+
+class UnifiedAttentionOptions(PagedOptions, ShardingOptions, total=False):
+    """Of `unified_attention`."""
+
+    causal: t.Flag
+    precision: t.PrecisionLike | None
 
 
 @overload

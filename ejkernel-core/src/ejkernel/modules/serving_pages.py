@@ -10,12 +10,34 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import pick, public
 from ejkernel.errors import argument_names, invalid
 from ejkernel.modules._class_api import class_api
-from ejkernel.modules._options import PageAttentionOptions, PrefillOptions
+from ejkernel.modules._options import DispatchOptions, PagedOptions
 from ejkernel.operations.common.options import as_count
 from ejkernel.operations.common.pages import LAYOUTS, PageShape, known_values
 from ejkernel.operations.paged_attention import forms as _paged
 
 __all__ = ["PageAttention", "PrefillPageAttention", "page_attention", "prefill_page_attention"]
+
+
+class PrefillOptions(PagedOptions, DispatchOptions, total=False):
+    """Of `prefill_page_attention`."""
+
+    attn_logits_soft_cap: t.Number | None
+    softmax_aux: t.Sinks | None
+    mask_value: t.Number | None
+
+
+class PageAttentionOptions(PrefillOptions, total=False):
+    """Of `page_attention`."""
+
+    attn_scale: t.Scalar | None
+    scale: t.Scalar | None
+    alibi_slopes: t.Slopes | None
+    block_size: t.Count | None
+    max_context_len: t.Count | None
+    num_splits: t.Count | None
+    pages_per_compute_block: t.Count | None
+    megacore_mode: str | None
+    inline_seq_dim: t.Flag
 
 
 @overload

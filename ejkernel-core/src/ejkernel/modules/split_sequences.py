@@ -105,12 +105,12 @@ def _shards(axes: tuple[str, ...], size: int, name: str, first: Any, options: An
     batch, length = first.shape[:2]
     if length == 0 and size > 1:
         raise invalid(name, "no tokens on a device", "at least one")
-    segments, bounds = options.get("seg_ids"), options.get("cu_seqlens")
-    if segments is not None:
-        check_segments(segments, batch, length)
+    seg_ids, bounds = options.get("seg_ids"), options.get("cu_seqlens")
+    if seg_ids is not None:
+        check_segments(seg_ids, batch, length)
     if bounds is None:
-        return Shards(axes, size, length, None if segments is None else as_int32(segments)), options
-    if segments is not None:
+        return Shards(axes, size, length, None if seg_ids is None else as_int32(seg_ids)), options
+    if seg_ids is not None:
         raise invalid("seg_ids", "an array", "None beside cu_seqlens", remedy="say with one of them where sequences end")
     check_packed(bounds, name, batch)
     check_bounds(bounds, f"{name} on {size} devices", jax.ShapeDtypeStruct((batch, size * length), jnp.float32))

@@ -24,7 +24,7 @@ __all__ = ["RWKV4", "StateSpaceV1", "StateSpaceV2", "rwkv4", "state_space_v1", "
 
 
 @public()
-@argument_names(x="hidden_states", segments="seg_ids")
+@argument_names(x="hidden_states")
 def state_space_v1(
     hidden_states: t.SequenceChannels,
     A: t.ScanMatrix,
@@ -73,7 +73,7 @@ def state_space_v1(
 
     Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023.
     """
-    arrays = pick(locals(), "x=hidden_states A B C D dt initial_state dt_bias segments=seg_ids cu_seqlens")
+    arrays = pick(locals(), "x=hidden_states A B C D dt initial_state dt_bias seg_ids cu_seqlens")
     options = {"dt_softplus": as_flag("dt_softplus", dt_softplus)}
     out, state = _SELECTIVE_SCAN.invoke(arrays, options, platform=platform, cfg=cfg, form=scan)
     activated = activation(act_fn)
@@ -84,7 +84,7 @@ def state_space_v1(
 
 
 @public()
-@argument_names(segments="seg_ids", scale="norm_weight", group_size="norm_group_size", epsilon="rmsnorm_eps")
+@argument_names(scale="norm_weight", group_size="norm_group_size", epsilon="rmsnorm_eps")
 def state_space_v2(
     x: t.HeadChannels,
     A: t.Heads,
@@ -148,7 +148,7 @@ def state_space_v2(
     Source: Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
         Duality, 2024.
     """
-    arrays = pick(locals(), "x A B C D dt initial_state dt_bias segments=seg_ids cu_seqlens")
+    arrays = pick(locals(), "x A B C D dt initial_state dt_bias seg_ids cu_seqlens")
     with_norm = as_flag("use_gated_rmsnorm", use_gated_rmsnorm)
     if with_norm and gate is None:
         raise invalid("use_gated_rmsnorm", True, "a gate with it", remedy="pass gate=, or normalise with rms_norm")
@@ -180,11 +180,11 @@ def _norm_order(norm: Mapping[str, Any], with_norm: bool) -> bool:
     return True
 
 
-def _used_gate(gate: Any, out: Any, meaning: str, segments: Any, cu_seqlens: Any) -> Any:
+def _used_gate(gate: Any, out: Any, meaning: str, seg_ids: Any, cu_seqlens: Any) -> Any:
     """The gate, 0 at tokens that take no part: out is 0 there, and 0 * NaN would not be."""
     check_compute("gate", gate)
     check_shape("gate", gate, out.shape, meaning)
-    part = taking_part(segments, cu_seqlens, out, "x")
+    part = taking_part(seg_ids, cu_seqlens, out, "x")
     return gate if part is None else zero_outside(part, gate)[0]
 
 

@@ -79,7 +79,7 @@ def _plain(call: DeltaRuleCall, marks: tuple[Any, Any], arrays: dict[str, Any]) 
 
 
 def _marks(call: DeltaRuleCall, inputs: DeltaRuleInputs) -> tuple[Any, Any]:
-    if inputs.segments is not None:
+    if inputs.seg_ids is not None:
         return segment_marks(call, inputs)
     if inputs.cu_seqlens is None:
         return None, None
@@ -95,7 +95,7 @@ class _General(Problem):
 
     def __init__(self, call: DeltaRuleCall, inputs: DeltaRuleInputs, plain: dict[str, Any], chunk: int) -> None:
         specs = {name: ArraySpec.of(array) for name, array in plain.items()}
-        plain_call = dataclasses.replace(call, **specs, beta=None, segments=None, use_qk_l2norm=False, softmax_scale=1.0)
+        plain_call = dataclasses.replace(call, **specs, beta=None, seg_ids=None, use_qk_l2norm=False, softmax_scale=1.0)
         others = {"initial_state": inputs.initial_state, "cu_seqlens": inputs.cu_seqlens}
         super().__init__(plain_call, DeltaRuleInputs(**plain, **others), chunk)
         self.width, self.channels = call.query.shape[3], call.value.shape[3]

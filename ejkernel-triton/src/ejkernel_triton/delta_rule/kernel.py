@@ -246,7 +246,7 @@ def forward(call: DeltaRuleCall, inputs: DeltaRuleInputs, config: Config) -> Del
     if _zero_size(call):
         out = vary_like(jnp.zeros((*call.query.shape[:2], call.heads, call.value.shape[3]), call.value.dtype), inputs)
         return DeltaRuleOutputs(out, _initial(call, inputs) if call.return_state else None)
-    without = (call, inputs) if call.segments is None else without_segments(call, inputs)[:2]
+    without = (call, inputs) if call.seg_ids is None else without_segments(call, inputs)[:2]
     problem = _Chunked(*without, config.chunk_size)
     if not config.chunk_size:
         out, final = _step_by_step(problem, config.block_v, config.num_warps, config.num_stages)
@@ -306,7 +306,7 @@ def backward(
         return _nothing(inputs, d_final)
     if is_general(call):
         return general.backward(call, inputs, cotangents, config)
-    if call.segments is not None:
+    if call.seg_ids is not None:
         call, inputs, part = without_segments(call, inputs)
     problem = _Chunked(call, inputs, config.chunk_size)
     made = problem.prepare()

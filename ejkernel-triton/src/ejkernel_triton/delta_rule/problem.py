@@ -78,7 +78,7 @@ class Problem:
 
 def segment_marks(call: DeltaRuleCall, inputs: DeltaRuleInputs) -> tuple[Any, Any]:
     """Which tokens take part, and before which of them the state becomes 0 `[1 or b, t]`."""
-    ids = jnp.flip(inputs.segments, 1) if call.reverse else inputs.segments
+    ids = jnp.flip(inputs.seg_ids, 1) if call.reverse else inputs.seg_ids
     part, fresh = segment_starts(ids)
     return (jnp.flip(part, 1), jnp.flip(fresh, 1)) if call.reverse else (part, fresh)
 
@@ -94,8 +94,8 @@ def without_segments(call: DeltaRuleCall, inputs: DeltaRuleInputs) -> tuple[Delt
     if decay is None:
         decay = vary_like(jnp.zeros((*call.query.shape[:2], 1), jnp.float32), inputs)
     arrays["decay"] = jnp.where(beside(fresh, decay), -jnp.inf, decay)
-    found = inputs._replace(**arrays, segments=None)
-    return dataclasses.replace(call, segments=None, decay=ArraySpec.of(arrays["decay"])), found, part
+    found = inputs._replace(**arrays, seg_ids=None)
+    return dataclasses.replace(call, seg_ids=None, decay=ArraySpec.of(arrays["decay"])), found, part
 
 
 def beside(tokens: Any, array: Any) -> Any:

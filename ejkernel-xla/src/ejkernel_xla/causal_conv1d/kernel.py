@@ -30,7 +30,7 @@ def backward(
         return _convolve(call, inputs._replace(**arrays), runs)
 
     (grads,) = jax.vjp(run, arrays)[1](cotangents)
-    return CausalConv1dInputs(**grads, segments=None, cu_seqlens=None)
+    return CausalConv1dInputs(**grads, seg_ids=None, cu_seqlens=None)
 
 
 def _convolve(call: CausalConv1dCall, inputs: CausalConv1dInputs, runs: Runs | None) -> CausalConv1dOutputs:

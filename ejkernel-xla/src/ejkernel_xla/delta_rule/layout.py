@@ -61,9 +61,9 @@ class Rows:
     def __init__(self, call: DeltaRuleCall, inputs: DeltaRuleInputs, grid: Grid) -> None:
         self.call, self.grid = call, grid
         self.part, self.marks = None, Marks()
-        if inputs.segments is not None:
-            self.part = inputs.segments >= 0
-            self.marks = self._ranks(jnp.flip(inputs.segments, 1) if call.reverse else inputs.segments)
+        if inputs.seg_ids is not None:
+            self.part = inputs.seg_ids >= 0
+            self.marks = self._ranks(jnp.flip(inputs.seg_ids, 1) if call.reverse else inputs.seg_ids)
 
     def _ranks(self, ids: Any) -> Marks:
         """How often the state became 0: wherever a token's id is not that of the last one before it that took part."""

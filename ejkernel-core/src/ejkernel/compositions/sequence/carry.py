@@ -41,12 +41,12 @@ class Shards(Devices):
     """A sequence split evenly over the devices; `length` tokens on each.
 
     Attributes:
-        segments: ids of this device's tokens `[1 or B, T]`, or None.
+        seg_ids: ids of this device's tokens `[1 or B, T]`, or None.
         bounds: cumulative lengths of the whole sequence's packed ones, int32 `[n + 1]`, or None.
     """
 
     length: int
-    segments: Any = None
+    seg_ids: Any = None
     bounds: Any = None
 
     @property
@@ -106,7 +106,7 @@ def carry_of(shards: Shards, reverse: bool) -> Carry:
         return _of_bounds(shards, reverse)
     first, last = jnp.reshape(rank == 0, (1, 1)), jnp.reshape(rank == shards.size - 1, (1, 1))
     joined = ~first
-    if shards.segments is not None:
+    if shards.seg_ids is not None:
         joined = joined & _joined(shards, reverse)[:, None]
     return Carry(first, joined, ~last, last)
 
@@ -123,7 +123,7 @@ def _of_bounds(shards: Shards, reverse: bool) -> Carry:
 
 def _joined(shards: Shards, reverse: bool) -> Any:
     """Whether the state before this device's tokens is theirs, `[1 or B]`: the last token that takes part before has their id."""
-    ids = vary_like(shards.segments, jax.lax.axis_index(shards.axes))
+    ids = vary_like(shards.seg_ids, jax.lax.axis_index(shards.axes))
     part = ids >= 0
     own = jnp.any(part, axis=1)
     lowest, highest = jnp.argmax(part, axis=1), ids.shape[1] - 1 - jnp.argmax(part[:, ::-1], axis=1)

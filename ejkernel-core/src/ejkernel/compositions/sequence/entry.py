@@ -47,15 +47,15 @@ def _convolve(shards: Shards, request: Any, inputs: Any) -> Any:
     if given is None:
         given = jnp.zeros((inputs.x.shape[0], request.call.sequences, halo, inputs.x.shape[2]), inputs.x.dtype)
         given = vary_like(given, inputs.x)
-    carry = carry_of(dataclasses.replace(shards, segments=None), False)
+    carry = carry_of(dataclasses.replace(shards, seg_ids=None), False)
     fresh, entering, ends, at_tail = carry.fresh, carry.entering, carry.ends, given
-    if shards.segments is not None:
+    if shards.seg_ids is not None:
         fresh, entering, ends, alone = _runs(shards, halo)
         at_tail = jnp.where(alone[..., None, None], given, 0)
     tail = inputs._replace(
         x=inputs.x[:, -halo:],
         initial_state=at_tail,
-        segments=None if inputs.segments is None else inputs.segments[:, -halo:],
+        seg_ids=None if inputs.seg_ids is None else inputs.seg_ids[:, -halo:],
         cu_seqlens=None if inputs.cu_seqlens is None else jnp.clip(inputs.cu_seqlens - (shards.length - halo), 0, halo),
     )
     operation, returning = (
@@ -76,7 +76,7 @@ def _convolve(shards: Shards, request: Any, inputs: Any) -> Any:
 def _runs(shards: Shards, halo: int) -> tuple[Any, Any, Any, Any]:
     """Bool `[1 or b, 1]`: no run is before this device; its first token goes on with one; the last run is here; and no run that
     the state of the whole sequence does not stand before begins in the last `halo` tokens' first run."""
-    ids = vary_like(shards.segments, jax.lax.axis_index(shards.axes))
+    ids = vary_like(shards.seg_ids, jax.lax.axis_index(shards.axes))
     rank, part = shards.rank(False), ids >= 0
     some, lasts = shards.gathered((jnp.any(part, axis=1).astype(jnp.int32), ids[:, -1]), False)
     has = some > 0

@@ -31,8 +31,8 @@ def arrays(
         if bias:
             made["bias"] = normal(channels)
         if ids is not None:
-            made["segments"] = np.tile(np.array(ids, np.int32), (batch, 1))
-            made["x"][made["segments"] < 0] = np.nan
+            made["seg_ids"] = np.tile(np.array(ids, np.int32), (batch, 1))
+            made["x"][made["seg_ids"] < 0] = np.nan
         if bounds is not None:
             made["cu_seqlens"] = np.array(bounds, np.int32)
             made["x"][:, bounds[-1] :] = np.nan
@@ -76,7 +76,7 @@ CASES = (
 TOGGLES = {
     "bias": Toggle("silu", drop="bias"),
     "initial_state": Toggle("state", drop="initial_state"),
-    "segments": Toggle("segments", drop="segments"),
+    "seg_ids": Toggle("segments", drop="seg_ids"),
     "cu_seqlens": Toggle("packed-without-state", drop="cu_seqlens"),
     "activation": Toggle("silu", {"activation": None}),
     "return_state": Toggle("plain", {"return_state": True}),

@@ -23,13 +23,13 @@ from ejkernel.utils.integers import as_int32
 
 class CausalConv1dInputs(NamedTuple):
     """x `[b, t, c]`; weight `[1 or b, c, w]`; bias `[1 or b, c]`; initial_state `[b, n, w - 1, c]`, the inputs before the first
-    token; segments int32 `[1 or b, t]`; cu_seqlens int32 `[1 or b, n + 1]`, n = 1 without."""
+    token; seg_ids int32 `[1 or b, t]`; cu_seqlens int32 `[1 or b, n + 1]`, n = 1 without."""
 
     x: Float[Array, "b t c"]
     weight: Float[Array, "#b c w"]
     bias: Float[Array, "#b c"] = None
     initial_state: Float[Array, "b n _ c"] = None
-    segments: Int32[Array, "#b t"] = None
+    seg_ids: Int32[Array, "#b t"] = None
     cu_seqlens: Int32[Array, "#b boundaries"] = None
 
 
@@ -53,7 +53,7 @@ class CausalConv1dCall(Call):
     weight: ArraySpec
     bias: ArraySpec | None = None
     initial_state: ArraySpec | None = None
-    segments: ArraySpec | None = None
+    seg_ids: ArraySpec | None = None
     cu_seqlens: ArraySpec | None = None
     activation: str | None = None
     return_state: bool = False
@@ -82,6 +82,7 @@ class CausalConv1d(Operation):
     Inputs = CausalConv1dInputs
     Outputs = CausalConv1dOutputs
     revisions = (6,)
+    renamed = (("segments", "seg_ids"),)
     differentiable = ("x", "weight", "bias", "initial_state")
     shardable = ("b", "c")
 
@@ -91,13 +92,13 @@ class CausalConv1d(Operation):
         weight: Any,
         bias: Any = None,
         initial_state: Any = None,
-        segments: Any = None,
+        seg_ids: Any = None,
         cu_seqlens: Any = None,
         *,
         activation: str | None = None,
         return_state: bool = False,
     ) -> Bound:
-        """Check and bring the state to `[B, n, W - 1, C]`. Arguments as in `ejkernel.causal_conv1d`; segments is its seg_ids."""
+        """Check and bring the state to `[B, n, W - 1, C]`. Arguments as in `ejkernel.causal_conv1d`."""
         if not isinstance(return_state, bool):
             raise wrong_type("return_state", repr(return_state), "a bool")
         if activation not in (None, "silu"):
@@ -115,12 +116,12 @@ class CausalConv1d(Operation):
         packed = cu_seqlens is not None
         if packed:
             check_packed(cu_seqlens, "x", batch)
-        if segments is not None:
+        if seg_ids is not None:
             if packed:
                 raise invalid(
-                    "segments", "an array", "None beside cu_seqlens", remedy="say with one of them where sequences end"
+                    "seg_ids", "an array", "None beside cu_seqlens", remedy="say with one of them where sequences end"
                 )
-            check_segments(segments, batch, length)
+            check_segments(seg_ids, batch, length)
         if initial_state is not None:
             check_compute("initial_state", initial_state)
             count, meaning = (cu_seqlens.shape[0] - 1, "[n, W - 1, C]") if packed else (batch, "[B, W - 1, C]")
@@ -130,7 +131,7 @@ class CausalConv1d(Operation):
             weight[None],
             None if bias is None else bias[None],
             None if initial_state is None else initial_state[None] if packed else initial_state[:, None],
-            None if segments is None else as_int32(segments),
+            None if seg_ids is None else as_int32(seg_ids),
             as_bounds(cu_seqlens) if packed else None,
         )
         specs: dict[str, Any] = {name: ArraySpec.of(array) for name, array in named(inputs)}
@@ -148,8 +149,8 @@ class CausalConv1d(Operation):
 
     def random_inputs(self, call: CausalConv1dCall, rng: np.random.Generator, **given: Any) -> CausalConv1dInputs:
         known: dict[str, Any] = {}
-        if call.segments is not None:
-            known["segments"] = segments(call.segments)
+        if call.seg_ids is not None:
+            known["seg_ids"] = segments(call.seg_ids)
         if call.cu_seqlens is not None:
             known["cu_seqlens"] = cumulative(rng, call.cu_seqlens, call.x.shape[1])
         return super().random_inputs(call, rng, **{**known, **given})
@@ -160,7 +161,7 @@ class CausalConv1d(Operation):
             "weight": "b? c w",
             "bias": "b? c",
             "initial_state": "b n m c",
-            "segments": "b? t",
+            "seg_ids": "b? t",
             "cu_seqlens": "b? s",
             "out": "b t c",
             "final_state": "b n m c",

@@ -29,7 +29,7 @@ def _runs(call: CausalConv1dCall, inputs: CausalConv1dInputs) -> Iterator[_Run]:
             for index in range(call.sequences):
                 yield _Run((row, index), slice(bounds[index], bounds[index + 1]), True, True)
             continue
-        ids = np.zeros(length, int) if inputs.segments is None else inputs.segments[row % len(inputs.segments)]
+        ids = np.zeros(length, int) if inputs.seg_ids is None else inputs.seg_ids[row % len(inputs.seg_ids)]
         edges = [0, *(np.flatnonzero(np.diff(ids)) + 1), length] if length else [0]
         runs = [slice(*pair) for pair in itertools.pairwise(edges) if ids[pair[0]] >= 0]
         runs = runs or [slice(0, 0)]
@@ -72,7 +72,7 @@ def _sigmoid(x: Any) -> Any:
 def backward(
     call: CausalConv1dCall, inputs: CausalConv1dInputs, outputs: CausalConv1dOutputs, cotangents: CausalConv1dOutputs
 ) -> CausalConv1dInputs:
-    arrays = {name: array for name, array in named(inputs) if name not in ("segments", "cu_seqlens")}
+    arrays = {name: array for name, array in named(inputs) if name not in ("seg_ids", "cu_seqlens")}
     grads: dict[str, Any] = {name: np.zeros((len(inputs.x), *array.shape[1:])) for name, array in arrays.items()}
     for run in _runs(call, inputs):
         row = run.at[0]

@@ -31,7 +31,7 @@ def runs_of(call: CausalConv1dCall, inputs: CausalConv1dInputs) -> Runs | None:
     tokens = jnp.arange(length, dtype=jnp.int32)[None]
     if inputs.cu_seqlens is not None:
         return _packed(inputs.cu_seqlens, tokens)
-    return None if inputs.segments is None or length == 0 else _segmented(inputs.segments, tokens)
+    return None if inputs.seg_ids is None or length == 0 else _segmented(inputs.seg_ids, tokens)
 
 
 def _packed(bounds: Any, tokens: Any) -> Runs:

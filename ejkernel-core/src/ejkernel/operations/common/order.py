@@ -3,7 +3,8 @@
 Orders are data that recorded measurements justify: platform or implementation id -> level, larger is preferred; or, where a
 platform is faster for some calls alone, a rule `(call, phase, target) -> Priority`, with a reason where the priority is lower.
 XLA is at 0, what was slower below it, and what was not measured below that. All of it was measured on Hopper (H100, H200); other
-GPUs take the same order until they are measured. `tests/test_default_order.py` holds every rule against the recorded times.
+GPUs take the same order until they are measured. `tests/test_default_order.py` holds every rule against the recorded times;
+rules name their records, whose times docs/evidence/default_order.md has.
 """
 
 from __future__ import annotations

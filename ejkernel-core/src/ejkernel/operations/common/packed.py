@@ -30,15 +30,13 @@ def as_bounds(cu_seqlens: Any) -> Any:
     return as_int32(cu_seqlens)[None]
 
 
-def check_segments(segments: Any, batch: int, length: int) -> None:
+def check_segments(seg_ids: Any, batch: int, length: int) -> None:
     """Refuse what is not integers `[B,T]` or `[1,T]`."""
-    check_array("segments", segments, ndim=2, floating=False)
-    if not jnp.issubdtype(segments.dtype, jnp.integer):
-        raise wrong_type("segments", f"dtype {segments.dtype}", "integers")
-    if tuple(segments.shape) not in ((batch, length), (1, length)):
-        raise invalid(
-            "segments", f"shape {tuple(segments.shape)}", f"{(batch, length)} or {(1, length)} = [batch or 1, length]"
-        )
+    check_array("seg_ids", seg_ids, ndim=2, floating=False)
+    if not jnp.issubdtype(seg_ids.dtype, jnp.integer):
+        raise wrong_type("seg_ids", f"dtype {seg_ids.dtype}", "integers")
+    if tuple(seg_ids.shape) not in ((batch, length), (1, length)):
+        raise invalid("seg_ids", f"shape {tuple(seg_ids.shape)}", f"{(batch, length)} or {(1, length)} = [batch or 1, length]")
 
 
 def check_bounds(cu_seqlens: Any, name: str, array: Any) -> None:
@@ -54,17 +52,17 @@ def check_bounds(cu_seqlens: Any, name: str, array: Any) -> None:
         )
 
 
-def taking_part(segments: Any, cu_seqlens: Any, array: Any, name: str) -> Any:
+def taking_part(seg_ids: Any, cu_seqlens: Any, array: Any, name: str) -> Any:
     """Which tokens of an array `[B,T,...]` of this name take part, `[1 or B, T]`; None for all."""
-    if segments is None and cu_seqlens is None:
+    if seg_ids is None and cu_seqlens is None:
         return None
-    if segments is None:
+    if seg_ids is None:
         check_packed(cu_seqlens, name, array.shape[0])
         return (jnp.arange(array.shape[1], dtype=jnp.int32) < as_int32(cu_seqlens)[-1])[None]
     if cu_seqlens is not None:
-        raise invalid("segments", "an array", "None beside cu_seqlens", remedy="say with one of them where sequences end")
-    check_segments(segments, *array.shape[:2])
-    return jnp.asarray(segments) >= 0
+        raise invalid("seg_ids", "an array", "None beside cu_seqlens", remedy="say with one of them where sequences end")
+    check_segments(seg_ids, *array.shape[:2])
+    return jnp.asarray(seg_ids) >= 0
 
 
 def first_tokens(cu_seqlens: Any, length: int) -> tuple[Any, Any]:

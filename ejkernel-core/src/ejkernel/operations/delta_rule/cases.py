@@ -76,7 +76,7 @@ def arrays(
             if name in low_rank:
                 made[name] = vectors
         if ids is not None:
-            made["segments"] = np.tile(np.array(ids, np.int32), (batch, 1))
+            made["seg_ids"] = np.tile(np.array(ids, np.int32), (batch, 1))
         if bounds is not None:
             made["cu_seqlens"] = np.array(bounds, np.int32)
         if garbage is not None:
@@ -172,7 +172,7 @@ TOGGLES = {
     "a": Toggle("rank-one", drop="a"),
     "b": Toggle("rank-one", drop="b"),
     "initial_state": Toggle("gated", drop="initial_state"),
-    "segments": Toggle("segments", drop="segments"),
+    "seg_ids": Toggle("segments", drop="seg_ids"),
     "cu_seqlens": Toggle("packed", drop="cu_seqlens"),
     "softmax_scale": Toggle("write-alone", {"softmax_scale": 0.1}),
     "use_qk_l2norm": Toggle("normalised", {"use_qk_l2norm": False}),

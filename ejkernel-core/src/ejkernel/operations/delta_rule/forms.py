@@ -32,18 +32,16 @@ def chunked_by(chunk_size: Any, cfg: Any) -> Any:
     return {"chunk_size": int(chunk_size)}
 
 
-def delta(*, seg_ids: Any, platform: Any, cfg: Any, **rest: Any) -> Any:
+def delta(*, platform: Any, cfg: Any, form: Any = None, **rest: Any) -> Any:
     """`delta_rule` with the arguments of the public functions in one dictionary, for `over_mesh`."""
-    names = ("query", "key", "value", "beta", "decay", "initial_state", "cu_seqlens")
-    arrays = {**{name: rest.pop(name) for name in names}, "segments": seg_ids}
-    return OPERATION.invoke(arrays, rest, platform=platform, cfg=cfg)
+    names = ("query", "key", "value", "beta", "decay", "initial_state", "seg_ids", "cu_seqlens")
+    arrays = {name: rest.pop(name) for name in names}
+    return OPERATION.invoke(arrays, rest, platform=platform, cfg=cfg, form=form)
 
 
-def product(*, seg_ids: Any, platform: Any, cfg: Any, **rest: Any) -> Any:
+def product(**arguments: Any) -> Any:
     """`delta` with several steps of each token, for `over_mesh`."""
-    names = ("query", "key", "value", "beta", "decay", "initial_state", "cu_seqlens")
-    arrays = {**{name: rest.pop(name) for name in names}, "segments": seg_ids}
-    return OPERATION.invoke(arrays, rest, platform=platform, cfg=cfg, form=_by_steps)
+    return delta(form=_by_steps, **arguments)
 
 
 def _by_steps(
@@ -53,7 +51,7 @@ def _by_steps(
     value: Any,
     beta: Any,
     decay: Any,
-    segments: Any,
+    seg_ids: Any,
     cu_seqlens: Any,
     num_householder: int,
     **rest: Any,
@@ -75,8 +73,8 @@ def _by_steps(
         around = ((0, 0), (0, 0), (index, steps - 1 - index), *[(0, 0)] * (array.ndim - 2))
         return jnp.pad(array[:, :, None], around).reshape(batch, length * steps, *array.shape[2:])
 
-    if segments is not None:
-        check_segments(segments, batch, length)
+    if seg_ids is not None:
+        check_segments(seg_ids, batch, length)
     if cu_seqlens is not None:
         check_packed(cu_seqlens, "query", batch)
     bound = OPERATION.canonicalise(
@@ -85,7 +83,7 @@ def _by_steps(
         value,
         beta,
         None if decay is None else at_step(decay, 0),
-        segments=None if segments is None else jnp.repeat(as_int32(segments), steps, axis=1),
+        seg_ids=None if seg_ids is None else jnp.repeat(as_int32(seg_ids), steps, axis=1),
         cu_seqlens=None if cu_seqlens is None else as_int32(cu_seqlens) * steps,
         **rest,
     )

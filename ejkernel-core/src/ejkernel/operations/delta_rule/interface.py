@@ -31,7 +31,7 @@ class DeltaRuleInputs(NamedTuple):
 
     query, key `[b, t, h, d]`, value `[b, t, h, v]`; beta `[b, t, h]` or None (ones); decay, a logarithm, `[b, t, h]` or
     `[b, t, h, d]` or None (zeros); a, b `[b, t, h, d]` or None (see `DeltaRule`); initial_state `[b, n, H, d, v]` or None
-    (zeros). segments int32 `[1 or b, t]`; cu_seqlens int32 `[1 or b, n + 1]`, n = 1 without. The axis h has H heads, or K
+    (zeros). seg_ids int32 `[1 or b, t]`; cu_seqlens int32 `[1 or b, n + 1]`, n = 1 without. The axis h has H heads, or K
     heads that H / K consecutive heads share; initial_state always has H.
     """
 
@@ -43,7 +43,7 @@ class DeltaRuleInputs(NamedTuple):
     a: Float[Array, "b t _ d"] = None
     b: Float[Array, "b t _ d"] = None
     initial_state: Float[Array, "b n h d v"] = None
-    segments: Int32[Array, "#b t"] = None
+    seg_ids: Int32[Array, "#b t"] = None
     cu_seqlens: Int32[Array, "#b boundaries"] = None
 
 
@@ -75,7 +75,7 @@ class DeltaRuleCall(Call):
     a: ArraySpec | None = None
     b: ArraySpec | None = None
     initial_state: ArraySpec | None = None
-    segments: ArraySpec | None = None
+    seg_ids: ArraySpec | None = None
     cu_seqlens: ArraySpec | None = None
     softmax_scale: float = 1.0
     use_qk_l2norm: bool = False
@@ -123,7 +123,7 @@ class DeltaRule(Operation):
     Inputs = DeltaRuleInputs
     Outputs = DeltaRuleOutputs
     revisions = (12,)
-    renamed = (("scale", "softmax_scale"), ("chunked", "use_chunked"))
+    renamed = (("scale", "softmax_scale"), ("chunked", "use_chunked"), ("segments", "seg_ids"))
     differentiable = ("query", "key", "value", "beta", "decay", "a", "b", "initial_state")
     shardable = ("b", "h")
     traceable = ("softmax_scale",)
@@ -138,7 +138,7 @@ class DeltaRule(Operation):
         initial_state: Any = None,
         a: Any = None,
         b: Any = None,
-        segments: Any = None,
+        seg_ids: Any = None,
         cu_seqlens: Any = None,
         *,
         softmax_scale: float | None = None,
@@ -156,7 +156,7 @@ class DeltaRule(Operation):
             decay: natural logarithm of the factor of the state, `[B,T,K]` or `[B,T,K,D]`.
             initial_state: `[B,H,D,V]`; `[n,H,D,V]` with cu_seqlens.
             a, b: `[B,T,K,D]`.
-            segments: integers `[B,T]` or `[1,T]`; below 0 is padding.
+            seg_ids: integers `[B,T]` or `[1,T]`; below 0 is padding.
             cu_seqlens: integers `[n + 1]`, not decreasing, from 0 to at most T, with B = 1.
             softmax_scale: None = `1 / sqrt(D)`. Traced, it multiplies the output after the operation.
             use_qk_l2norm, use_chunked, reverse, return_state: as in `DeltaRuleCall`.
@@ -176,24 +176,24 @@ class DeltaRule(Operation):
         heads = max(query.shape[2], key.shape[2], value.shape[2])
         if cu_seqlens is not None:
             check_packed(cu_seqlens, "query", batch)
-            if segments is not None:
+            if seg_ids is not None:
                 raise invalid(
-                    "segments", "an array", "None beside cu_seqlens", remedy="say with one of them where sequences end"
+                    "seg_ids", "an array", "None beside cu_seqlens", remedy="say with one of them where sequences end"
                 )
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if initial_state is not None:
             check_compute("initial_state", initial_state)
             expected = (sequences, heads, width, value.shape[-1])
             check_shape("initial_state", initial_state, expected, "[sequences, heads, channels of key, channels of value]")
-        if segments is not None:
-            check_segments(segments, batch, length)
+        if seg_ids is not None:
+            check_segments(seg_ids, batch, length)
         state_dtype = statistics_dtype(jnp.dtype(value.dtype).name)
         inputs = DeltaRuleInputs(
             **arrays,
             initial_state=None
             if initial_state is None
             else jnp.expand_dims(initial_state, 1 if cu_seqlens is None else 0).astype(state_dtype),
-            segments=None if segments is None else as_int32(segments),
+            seg_ids=None if seg_ids is None else as_int32(seg_ids),
             cu_seqlens=None if cu_seqlens is None else as_bounds(cu_seqlens),
         )
         specs: Any = {name: ArraySpec.of(array) for name, array in named(inputs)}
@@ -223,8 +223,8 @@ class DeltaRule(Operation):
                 known[name] = (drawn / np.linalg.norm(drawn, axis=-1, keepdims=True)).astype(jnp.dtype(spec.dtype))
         if call.cu_seqlens is not None:
             known["cu_seqlens"] = cumulative(rng, call.cu_seqlens, call.query.shape[1])
-        if call.segments is not None:
-            known["segments"] = segments(call.segments)
+        if call.seg_ids is not None:
+            known["seg_ids"] = segments(call.seg_ids)
         return super().random_inputs(call, rng, **{**known, **given})
 
     def dimensions(self, call: DeltaRuleCall) -> Mapping[str, str]:
@@ -234,7 +234,7 @@ class DeltaRule(Operation):
             "beta": "b t h",
             "decay": "b t h d" if call.decays_by_channel else "b t h",
             "initial_state": "b n h d v",
-            "segments": "b? t",
+            "seg_ids": "b? t",
             "cu_seqlens": "b? s",
             "out": "b t h v",
             "final_state": "b n h d v",

@@ -67,7 +67,7 @@ def _sequences(call: DeltaRuleCall, inputs: DeltaRuleInputs) -> Iterator[tuple[i
             for index in range(call.sequences):
                 yield row, index, [(token, False) for token in range(bounds[index], bounds[index + 1])[::step]]
             continue
-        ids = np.zeros(length, int) if inputs.segments is None else inputs.segments[row % len(inputs.segments)]
+        ids = np.zeros(length, int) if inputs.seg_ids is None else inputs.seg_ids[row % len(inputs.seg_ids)]
         tokens = [token for token in range(length)[::step] if ids[token] >= 0]
         before = [*tokens[:1], *tokens[:-1]]
         yield row, 0, [(token, ids[token] != ids[last]) for token, last in zip(tokens, before, strict=True)]

@@ -39,29 +39,10 @@ _UNTIMED_ATTENTION = {
 
 
 def _attention_on_mosaic_gpu(call: FlashAttentionCall, phase: Phase, target: Target) -> Priority:
-    """benchmarks/results/bench_mosaic_gpu_attention_h200.json, orders_mosaic_gpu_h200.json (D192/128, the cap),
-    flash_attention_mosaic_gpu_h200.json (segments) and bias_mosaic_gpu_h200.json (gradients under a bias of keys), ms at B2 T8192
-    unless said:
+    """Phases are chosen apart, as each reads nothing of the other but output and log-sum-exp.
 
-    H32/8 D128 causal                   forward 1.62, Triton 2.12    backward 5.48, Triton 6.54
-    H16 D128 causal                     forward 0.873, Triton 1.16   backward 2.79, Triton 3.53
-    H16 D128                            forward 1.56, Triton 2.15    backward 5.23, Triton 6.45
-    H32 D64                             forward 2.03, Triton 2.47    backward 6.49, Triton 6.96
-    H16/8 D128 window 4096 soft cap     forward 0.781, Triton 1.56   backward 2.50, Triton 3.98
-    H16/8 D256 window 4096 soft cap     forward 1.15, Triton 2.21    backward 7.24, Triton 10.1
-    H16 D192/128 causal                 forward 1.04, Triton 1.88    backward 4.27, Triton 9.15
-    H16/4 D128 causal T32768 8 segments forward 1.01, Triton 1.36    backward 3.22, Triton 4.55
-    H8/2 D64 causal T4096 4 segments    forward 0.066, Triton 0.044 (bench_block_sparse_h100.json, with backward 0.158, 0.179)
-    H64/8 D64 window 128                forward 0.203, Triton 0.286  backward 0.969, Triton 0.712
-    H16 D128 causal, bias `[1,1,T,T]`   forward 1.23, Triton 1.76    backward 5.30, Triton 9.78
-    H16 D128 causal, bias of keys       forward 1.00, Triton 1.72    backward 4.71
-
-    and of 4096 tokens in sequences of 256, 512 and 1024 (orders_h100.json, us): H32/8 D128 causal forward 49, 62, 83, Triton 67,
-    81, 114, backward 185, 226, 302, Triton 206, 254, 344; H16 D192/128 backward 200, 223, 279, Triton 247, 315, 441; H32 D64 causal
-    forward 88, 79, 98, Triton 46, 55, 76, backward 152, 174, 221, Triton 133, 159, 218.
-
-    Phases are chosen apart, as each reads nothing of the other but output and log-sum-exp. Long calls took XLA at least twice as
-    long in every case. A few queries over many keys are in bench_cuda_chunks_h200.json, below.
+    benchmarks/results: bench_mosaic_gpu_attention_h200.json, orders_mosaic_gpu_h200.json, flash_attention_mosaic_gpu_h200.json,
+    bias_mosaic_gpu_h200.json, bench_block_sparse_h100.json, orders_h100.json, bench_cuda_chunks_h200.json.
     """
     width = call.window_width
     if few := _few_tokens(call, phase):
@@ -84,28 +65,8 @@ def _attention_on_mosaic_gpu(call: FlashAttentionCall, phase: Phase, target: Tar
 
 
 def _attention_on_cuda(call: FlashAttentionCall, phase: Phase, target: Target) -> Priority:
-    """benchmarks/results/bench_cuda_attention_h200.json, forward in ms at B2 T8192:
-
-    H32/8 D128 causal               1.66, Mosaic GPU 1.60, Triton 2.12
-    H16 D128 causal                 0.869, Mosaic GPU 0.860, Triton 1.17
-    H16 D128                        1.57, Mosaic GPU 1.56, Triton 2.15
-    H32 D64                         2.03, Mosaic GPU 2.02, Triton 2.47
-    H16/8 D256 window 4096 soft cap 1.31, Mosaic GPU 1.14 (where a cap bounds weights), Triton 2.19
-    H64/8 D64 window 128            0.259, Mosaic GPU 0.203 (with packed heads), Triton 0.282
-
-    and 1.48 at H16 D192/128 causal (flash_attention_cuda_h200.json), Mosaic GPU 1.05, Triton 1.88. In bench_cuda_chunks_h200.json,
-    of one sequence, keys at the end of which the queries are:
-
-    1 query, 131072 keys, H32/8 D128           0.139, Mosaic GPU 1.08, Triton 1.30, XLA 4.30
-    16 queries, 32768 keys, H32/8 D128 causal  0.0463, Mosaic GPU 0.358, Triton 0.444, XLA 1.18
-    256 queries, 32768 keys, H16/4 D128 causal 0.121, Mosaic GPU 0.411, Triton 0.360, XLA 1.84
-    512 queries, 8192 keys, H16 D64            0.0531, Mosaic GPU 0.0976, Triton 0.0738, XLA 0.504
-    4096 queries and keys, H9 D128             0.128, Mosaic GPU 0.156, Triton 0.213, XLA 1.90
-
-    Of 4096 tokens in sequences of 256, 512 and 1024 (orders_h100.json, us): H16 D128 causal 37, 43, 55, Mosaic GPU 52, 55, 66,
-    Triton 39, 47, 65; with a cap 40, 45, 65, Mosaic GPU 53, 57, 70; H8/4 D256 causal 30, 33, 43, Mosaic GPU 38, 42, 52, with a cap
-    31, 35, 47, Mosaic GPU 38, 42, 51, full 31, 39, 58, Mosaic GPU 27, 36, 58.
-    """
+    """benchmarks/results: bench_cuda_attention_h200.json, flash_attention_cuda_h200.json, bench_cuda_chunks_h200.json,
+    orders_h100.json."""
     width = call.window_width
     if few := _few_tokens(call, phase):
         return few
@@ -131,19 +92,18 @@ def _attention_on_cuda(call: FlashAttentionCall, phase: Phase, target: Target) -
 
 
 def _narrow_values_on_cuda(call: FlashAttentionCall) -> Priority:
-    """orders_h100.json, H16 D192/128, 4096 tokens in sequences of 256, 512 and 1024, forward in us: full 55, 71, 113, Mosaic GPU
-    42, 54, 80; causal 56, 66, 83, Mosaic GPU 70, 73, 84, Triton 54, 66, 94; with a cap 58, 67, 95, Mosaic GPU 71, 76, 91."""
+    """benchmarks/results: orders_h100.json."""
     if call.query.shape[1] < _SHORT and call.causal and call.logits_soft_cap is not None:
         return Priority(FIRST)
     return Priority(BEHIND_MOSAIC_GPU, "Mosaic GPU's was as fast or faster for values narrower than keys")
 
 
 def _attention_on_cudnn(call: FlashAttentionCall, phase: Phase, target: Target) -> Priority:
-    """benchmarks/results/bench_cuda_attention_h200.json, of the first four cases above: forward 1.73, 0.954, 1.57, 2.24 ms; of one
-    query over 131072 keys 0.127 (bench_cuda_chunks_h200.json). bench_mosaic_gpu_attention_h200.json: backward, which adds up in any
-    order and is refused where that is not allowed, 5.04, 2.62, 4.56, 5.76 ms, Mosaic GPU's 5.48, 2.79, 5.23, 6.49; with a window of
-    128, forward 0.279 ms. orders_h100.json, forward without a mask, 4096 tokens in sequences of 256, 512 and 1024, us: H32/8 D128
-    39, 63, 113, CUDA 45, 70, 117; H16 D128 29, 36, 59, CUDA 33, 43, 69; H32 D64 29, 46, 81, CUDA 45, 56, 90."""
+    """Its gradients add up in any order, and are refused where that is not allowed.
+
+    benchmarks/results: bench_cuda_attention_h200.json, bench_cuda_chunks_h200.json, bench_mosaic_gpu_attention_h200.json,
+    orders_h100.json.
+    """
     if few := _few_tokens(call, phase):
         return few
     if phase == "forward":

@@ -20,12 +20,7 @@ _UNTIMED_PRODUCTS = {
 
 
 def _grouped_matmul_on_mosaic_gpu(call: GroupedMatmulCall, phase: Phase, target: Target) -> Priority:
-    """benchmarks/results/bench_h200.json, ms with 1024 rows for each matrix:
-
-    8192 rows, 8 x 4096 x 14336     forward 1.22, Triton 1.24    backward 2.49, Triton 2.65
-    32768 rows, 32 x 7168 x 4096    forward 2.43, Triton 2.44    backward 5.01, Triton 5.33
-    131072 rows, 128 x 2048 x 768   forward 0.553, Triton 0.584  backward 1.15, Triton 1.27
-    """
+    """benchmarks/results: bench_h200.json."""
     rows, groups = call.lhs.shape[1], call.rhs.shape[1]
     if rows < _FEWEST_ROWS * groups:
         return Priority(UNMEASURED, f"{rows} rows for {groups} matrices, fewer than {_FEWEST_ROWS} for each, were not timed")

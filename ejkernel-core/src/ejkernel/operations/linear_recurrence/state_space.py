@@ -28,7 +28,7 @@ def state_space(
     dt: Any,
     initial_state: Any,
     dt_bias: Any,
-    segments: Any,
+    seg_ids: Any,
     cu_seqlens: Any,
     n_groups: int | None,
     precision: Any,
@@ -39,15 +39,15 @@ def state_space(
     check_groups(x, B, C, n_groups)
     check_compute("dt", dt)
     check_shape("dt", dt, x.shape[:3], "[B, T, H]")
-    part = taking_part(segments, cu_seqlens, x, "x")
+    part = taking_part(seg_ids, cu_seqlens, x, "x")
     _check_per_head(x, A, B, D, initial_state, cu_seqlens)
     query, key = C, B
     if part is not None:  # before any product, whose gradient would be 0 * NaN
         x, query, key, dt = zero_outside(part, x, query, key, dt)
     steps = steps_taken(dt, dt_bias, dt_softplus, x, part)
     decay = log_decays(steps, A[None, None])
-    if segments is not None:
-        decay = jnp.where(segment_starts(segments)[1][..., None], jnp.full_like(decay, _FORGETS), decay)
+    if seg_ids is not None:
+        decay = jnp.where(segment_starts(seg_ids)[1][..., None], jnp.full_like(decay, _FORGETS), decay)
     bound = OPERATION.canonicalise(
         query,
         key,

@@ -14,12 +14,7 @@ _FEWEST_ROWS = 16384
 
 
 def _permute_on_triton(call: MoePermuteCall, phase: Phase, target: Target) -> Priority:
-    """benchmarks/results/moe_triton_h100.json, us in bfloat16:
-
-    T16384 k8 E64 D2048  forward 281, XLA 486    backward 200, XLA 202
-    T8192 k2 E8 D4096    forward 76, XLA 165     backward 68, XLA 74
-    T64 k8 E64 D2048     forward 29, XLA 13      backward 1.7, XLA 1.9
-    """
+    """benchmarks/results: moe_triton_h100.json."""
     if phase == "backward" or call.rows >= _FEWEST_ROWS:
         return Priority(TRITON)
     return Priority(BEHIND_XLA, f"XLA's was faster where fewer than {_FEWEST_ROWS} copies are sorted")

@@ -12,10 +12,7 @@ from ejkernel.targets import Target
 
 
 def _selection_on_triton(call: NativeSparseAttentionCall, phase: Phase, target: Target) -> Priority:
-    """benchmarks/results/native_sparse_triton_h100.json, bfloat16, ms, 16 blocks of 64 keys:
-    T8192 H64/4 D128       forward 1.70, XLA 18.1    backward 4.05, XLA 106
-    B4 T4096 H32/8 D128    forward 5.79, XLA 68.2    backward 9.81, XLA 378
-    """
+    """benchmarks/results: native_sparse_triton_h100.json."""
     if call.query.dtype not in HALVES:
         return Priority(UNMEASURED, f"{call.query.dtype} was not timed")
     if call.query.shape[2] == call.key.shape[2]:

@@ -13,16 +13,7 @@ from ejkernel.targets import Target
 
 
 def _rms_norm_on_cuda(call: Any, phase: Phase, target: Target) -> Priority:
-    """benchmarks/results/rows_cuda_h200.json, ms in bfloat16; the first also in
-    bench_cuda_rows_h200.json: forward 0.067, Triton 0.072.
-
-    16384x4096   forward 0.065, Triton 0.065, XLA 0.079      backward 0.113, Triton 0.101, XLA 0.191
-    131072x128   forward 0.0173, Triton 0.0175, XLA 0.0184   backward 0.0302, Triton 0.0366, XLA 0.0547
-    8192x16384   forward 0.134, Triton 0.197, XLA 0.191      backward 0.205, Triton 0.343, XLA 0.352
-    2048x32768   forward 0.070, Triton 0.078, XLA 0.120      backward 0.110, Triton 0.174, XLA 0.184
-    2048x65536   forward 0.137, Triton 0.181, XLA 0.232      backward 0.206, Triton 0.340, XLA 0.360
-    1024x131072  forward 0.138, Triton 0.168, XLA 0.229      backward 0.215, Triton 0.336, XLA 0.371
-    """
+    """benchmarks/results: rows_cuda_h200.json, bench_cuda_rows_h200.json."""
     return norm_on_cuda(call, phase, 1024)
 
 

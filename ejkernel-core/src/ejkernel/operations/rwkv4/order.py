@@ -12,11 +12,7 @@ from ejkernel.targets import Target
 
 
 def _rwkv4_on_triton(call: Rwkv4Call, phase: Phase, target: Target) -> Priority:
-    """benchmarks/results/scans_triton_h100.json, ms in bfloat16:
-
-    B8 T4096 C2048    forward 0.306, XLA 3.93    backward 0.703
-    B1 T8192 C4096    forward 0.156, XLA 5.26    backward 0.364, XLA 39.0
-    """
+    """benchmarks/results: scans_triton_h100.json."""
     if call.k.dtype != "bfloat16":
         return Priority(UNMEASURED, f"{call.k.dtype} was not timed")
     return Priority(TRITON)

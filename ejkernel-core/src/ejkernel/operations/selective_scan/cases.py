@@ -54,8 +54,8 @@ def arrays(
             made["cu_seqlens"] = np.array(bounds, np.int32)
             unused = np.broadcast_to(np.arange(length) >= bounds[-1], (batch, length))
         if segments is not None:
-            made["segments"] = np.array(segments, np.int32)
-            unused = np.broadcast_to(made["segments"] < 0, (batch, length))
+            made["seg_ids"] = np.array(segments, np.int32)
+            unused = np.broadcast_to(made["seg_ids"] < 0, (batch, length))
         if unused is not None:
             for name in ("x", "B", "C", "dt"):
                 made[name][unused] = np.nan
@@ -94,6 +94,6 @@ CASES = (
 TOGGLES = {
     "D": Toggle("skip", drop="D"),
     "initial_state": Toggle("state", drop="initial_state"),
-    "resets": Toggle("segments-of-all-rows", drop="segments"),
+    "resets": Toggle("segments-of-all-rows", drop="seg_ids"),
     "cu_seqlens": Toggle("packed-no-state", drop="cu_seqlens"),
 }

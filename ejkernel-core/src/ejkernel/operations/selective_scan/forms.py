@@ -16,7 +16,7 @@ def scan(*, x: Any, dt: Any, dt_bias: Any, dt_softplus: bool, **arrays: Any) -> 
     check_compute("x", x, ndim=3)
     check_compute("dt", dt)
     check_shape("dt", dt, x.shape, "[B, T, I] as x")
-    part = taking_part(arrays["segments"], arrays["cu_seqlens"], x, "x")
+    part = taking_part(arrays["seg_ids"], arrays["cu_seqlens"], x, "x")
     if part is not None and (dt_bias is not None or dt_softplus):
         (dt,) = zero_outside(part, dt)
     return OPERATION.canonicalise(x, dt=step_sizes(dt, dt_bias, dt_softplus, x, "I"), **arrays)

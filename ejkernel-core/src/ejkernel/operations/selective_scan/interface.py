@@ -96,10 +96,10 @@ class SelectiveScan(Operation):
         D: Any = None,
         dt: Any = None,
         initial_state: Any = None,
-        segments: Any = None,
+        seg_ids: Any = None,
         cu_seqlens: Any = None,
     ) -> Bound:
-        """Check. Arguments as in `ejkernel.state_space_v1`; x and segments are its hidden_states and seg_ids.
+        """Check. Arguments as in `ejkernel.state_space_v1`; x is its hidden_states.
 
         Tokens of padding are replaced by zeros, which leave the state as it is.
         """
@@ -117,9 +117,9 @@ class SelectiveScan(Operation):
         packed = cu_seqlens is not None
         if packed:
             check_packed(cu_seqlens, "x", batch)
-            if segments is not None:
+            if seg_ids is not None:
                 raise invalid(
-                    "segments", "an array", "None beside cu_seqlens", remedy="say with one of them where sequences end"
+                    "seg_ids", "an array", "None beside cu_seqlens", remedy="say with one of them where sequences end"
                 )
         if initial_state is not None:
             count, meaning = (cu_seqlens.shape[0] - 1, "[n, I, N]") if packed else (batch, "[B, I, N]")
@@ -128,9 +128,9 @@ class SelectiveScan(Operation):
             check_compute(name, array)
             check_shape(name, array, shape, meaning)
         tokens, resets = (x, B, C, dt), None
-        if segments is not None:
-            check_segments(segments, batch, length)
-            part, resets = segment_starts(segments)
+        if seg_ids is not None:
+            check_segments(seg_ids, batch, length)
+            part, resets = segment_starts(seg_ids)
             tokens = zero_outside(part, *tokens)
         inputs = SelectiveScanInputs(
             tokens[0],

@@ -13,16 +13,7 @@ from ejkernel.targets import Target
 
 
 def _softmax_on_cuda(call: Any, phase: Phase, target: Target) -> Priority:
-    """benchmarks/results/rows_cuda_h200.json, ms in bfloat16:
-
-    32768x4096   forward 0.130, Triton 0.128, XLA 0.154      backward 0.183, Triton 0.185, XLA 0.314
-    131072x128   forward 0.0175, Triton 0.0175, XLA 0.0179   backward 0.0251, Triton 0.0248, XLA 0.0288
-    8192x16384   forward 0.129, Triton 0.135, XLA 0.392      backward 0.200, Triton 0.194, XLA 0.309
-    2048x32768   forward 0.066, Triton 0.074, XLA 0.162      backward 0.099, Triton 0.102, XLA 0.159
-    2048x65536   forward 0.130, Triton 0.169, XLA 0.309      backward 0.192, Triton 0.231, XLA 0.312
-    1024x128256  forward 0.125, Triton 0.190, XLA 0.305      backward 0.193, Triton 0.198, XLA 0.305
-    1024x131072  forward 0.129, Triton 0.168, XLA 0.307      backward 0.197, Triton 0.202, XLA 0.310
-    """
+    """benchmarks/results: rows_cuda_h200.json."""
     return Priority(FIRST) if wide_halves(call) else Priority(BEHIND_TRITON, TRITON_WAS_FASTER)
 
 
