@@ -142,6 +142,24 @@ def test_many_rows_on_a_gpu_keep_what_a_sort_keeps(settings: dict[str, Any], mon
     np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("settings", [{"top_k": jnp.int32(7)}, {"top_p": 0.8}, {"top_k": jnp.int32(40), "top_p": 0.3}], ids=str)
+def test_thresholds_by_digits_are_those_by_halves(
+    dtype: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; with equal logits, zeros of both signs, excluded ones and rows of one value."""
+    logits = jnp.round(4 * jax.random.normal(jax.random.key(0), (64, 300)), 1).astype(dtype)
+    logits = logits.at[:9, ::3].set(-jnp.inf).at[9].set(0).at[10, ::2].set(-0.0).at[11].set(jnp.finfo(dtype).min)
+    found: list[Any] = []
+    for search in (kernel._by_digits, kernel._by_halves):  # pyright: ignore[reportPrivateUsage]
+        monkeypatch.setattr(kernel, "_smallest_kept", search)
+        jax.clear_caches()
+        found.append(ejkernel.sample_tokens(logits, jax.random.key(5), return_logprobs=True, platform="xla", **settings))
+    jax.clear_caches()
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-6, atol=1e-6)
+
+
 def test_equals_at_a_boundary_are_kept_together() -> None:
     x = jnp.asarray([3.0, 1.0, 1.0, 1.0, 0.0])
     for settings in ({"top_k": 2}, {"top_k": jnp.int32(2)}, {"top_p": 0.8}, {"top_k": 2, "top_p": 0.8}, {"min_p": 0.1}):

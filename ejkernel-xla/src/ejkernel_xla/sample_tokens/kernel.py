@@ -1,4 +1,4 @@
-"""Thresholds without a sort: the bits of floats are ordered as integers, on which a bisection finds the smallest logit kept.
+"""Thresholds without a sort: the bits of floats are ordered as integers, on which a search finds the smallest logit kept.
 
 A top_k that is known when the program is built takes `lax.top_k` (on a mesh a sort, which XLA can split), and a top_p beside it
 only looks at those k; but not for many rows on a GPU, where `lax.top_k` takes twice as long as the bisection
@@ -36,7 +36,14 @@ def _ordered(x: Any) -> Any:
 
 
 def _smallest_kept(kept: Callable[[Any], Any], ordered: Any, largest: Any) -> Any:
-    """The smallest integer that is kept, `[b, n, 1]`, where `kept` rises; the largest logit is kept whatever it says."""
+    """The smallest integer that is kept, `[b, n, 1]`, where `kept` of `[b, n, j]` rises; the largest logit is kept in any case.
+
+    On a GPU by digits: the end of a bisection would have to be asked for on the host after each of its steps.
+    """
+    return (_by_digits if current_target().backend == "gpu" else _by_halves)(kept, ordered, largest)
+
+
+def _by_halves(kept: Callable[[Any], Any], ordered: Any, largest: Any) -> Any:
     least = jnp.full_like(largest, jnp.iinfo(ordered.dtype).min)
 
     def halve(bounds: Any) -> Any:
@@ -50,6 +57,19 @@ def _smallest_kept(kept: Callable[[Any], Any], ordered: Any, largest: Any) -> An
         return jnp.any(((low & high) + ((low ^ high) >> 1)) != low)
 
     return jax.lax.while_loop(apart, halve, (least, largest))[1]
+
+
+def _by_digits(kept: Callable[[Any], Any], ordered: Any, largest: Any) -> Any:
+    """The highest hexadecimal digit first, of integers counted from the least: how many of its 15 steps up are not kept."""
+    word = ordered.dtype
+    unsigned, sign = jnp.dtype(f"u{word.name}"), jnp.iinfo(word).min
+    dropped = jnp.zeros_like(largest, unsigned)  # the largest that is not kept
+    for shift in range(8 * word.itemsize - 4, -1, -4):
+        steps = dropped + ((jax.lax.broadcasted_iota(unsigned, (1, 1, 15), 2) + 1) << shift)
+        kept_steps = kept(jax.lax.bitcast_convert_type(steps, word) ^ sign)
+        dropped += jnp.sum(~kept_steps, axis=-1, keepdims=True, dtype=unsigned) << shift
+    last = jax.lax.bitcast_convert_type(dropped, word) ^ sign
+    return jnp.where(last < largest, last + 1, largest)
 
 
 def _total(weights: Any) -> Any:
@@ -67,18 +87,27 @@ def _weights(x: Any, largest: Any, temperature: Any) -> tuple[Any, Any]:
     return log_weights, jnp.exp(log_weights)
 
 
+def _above(ordered: Any, bounds: Any) -> Any:
+    """Which tokens are larger than each bound, `[b, n, j, V]`."""
+    return jnp.expand_dims(ordered, -2) > jnp.expand_dims(bounds, -1)
+
+
 def _top_k(top_k: Any, ordered: Any, largest: Any) -> Any:
     """The threshold of top_k `[b, n, 1]`."""
 
-    def kept(middle: Any) -> Any:
-        return jnp.sum(ordered > middle, axis=-1, keepdims=True, dtype=jnp.int32) < top_k
+    def kept(bounds: Any) -> Any:
+        return jnp.sum(_above(ordered, bounds), axis=-1, dtype=jnp.int32) < top_k
 
     return jnp.where(top_k >= 1, _smallest_kept(kept, ordered, largest), jnp.iinfo(ordered.dtype).min)
 
 
 def _top_p(needed: Any, ordered: Any, weights: Any, largest: Any) -> Any:
     """The threshold of top_p: the larger tokens weigh less than what is needed."""
-    return _smallest_kept(lambda middle: _total(jnp.where(ordered > middle, weights, 0)) < needed, ordered, largest)
+
+    def kept(bounds: Any) -> Any:
+        return jnp.sum(jnp.where(_above(ordered, bounds), jnp.expand_dims(weights, -2), 0), axis=-1) < needed
+
+    return _smallest_kept(kept, ordered, largest)
 
 
 def _top_p_of_sorted(needed: Any, ordered: Any, weights: Any, largest: Any) -> Any:
