@@ -487,6 +487,16 @@ def client(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
+def first_step(session: nox.Session) -> None:
+    """Seconds to lower a training step for a GPU with kernels that are there and without, written to benchmarks/results."""
+    python = main_environment(session)
+    install_examples(session, python)
+    out = RESULTS / "first_step_cpu.json"
+    session.run(str(python), "benchmarks/first_step_cpu.py", "--out", str(out), *session.posargs, external=True)
+    session.notify("tables")
+
+
+@nox.session(python=False)
 def bench(session: nox.Session) -> None:
     """Benchmarks on this machine, written to benchmarks/results and docs/evidence. It should have nothing else to do."""
     python = main_environment(session)

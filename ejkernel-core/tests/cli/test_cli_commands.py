@@ -139,9 +139,9 @@ def test_names_that_nobody_can_type(command, fresh_cli):
     assert "got the name 'Greet', expected lower-case letters, digits and hyphens" in problem
 
 
-@pytest.mark.parametrize("name", ["bench", "demo"])
-def test_commands_that_are_not_installed_say_where_they_are(name, cli, monkeypatch):
+@pytest.mark.parametrize(("name", "owner"), [("bench", "bench"), ("compile", "triton"), ("demo", "demo")])
+def test_commands_that_are_not_installed_say_where_they_are(name, owner, cli, monkeypatch):
     monkeypatch.setattr("ejkernel.cli._commands.claims_of", lambda group: iter(()))
-    expected = f"the command {name!r} comes with ejkernel-{name}; install it with: pip install ejkernel-{name}"
+    expected = f"the command {name!r} comes with ejkernel-{owner}; install it with: pip install ejkernel-{owner}"
     assert cli(name, "--help").mistake == expected
     assert f"  {name} " not in cli("--help").out

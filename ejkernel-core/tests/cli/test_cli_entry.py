@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,6 +25,11 @@ def test_help_names_every_command(cli):
     assert answer.status == 0
     for command in ("doctor", "list", "explain", "tune", "cache"):
         assert f"  {command} " in answer.out
+
+
+def test_the_module_ends_with_the_status_of_the_command():
+    done = subprocess.run([sys.executable, "-m", "ejkernel", "explain", "no_such_operation"], capture_output=True, check=False)
+    assert done.returncode == 2
 
 
 def test_group_without_command_shows_its_help(cli):

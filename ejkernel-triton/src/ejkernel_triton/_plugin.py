@@ -77,11 +77,14 @@ def ejkernel_tuned_configs() -> list[str]:
 
 @hookimpl
 def ejkernel_diagnose(report: Callable[[str, str], None]) -> None:
+    from ejkernel_triton._bundles import findings
     from ejkernel_triton._versions import installed, version_problem
 
     report("versions", ", ".join(f"{name} {version or 'missing'}" for name, version in installed().items()))
     report("jax-triton", version_problem() or "no known problem with these versions")
     report("compiled kernels", _cache_state())
+    for folder, finding in findings():
+        report(f"bundle {folder}", finding)
     if interpreting():
         report("interpreter", f"{INTERPRET} is set: kernels run on the host, very slowly")
 

@@ -223,11 +223,12 @@ def _export(
     key: str, function: Callable[..., Any], specs: Sequence[Any], target: Target, settings: dict[str, Any]
 ) -> jax.export.Exported:
     """Lower a function under the settings that its numbers depend on, and keep it if the others are those of the key too."""
-    platform = "rocm" if target.is_amd else "cuda" if target.backend == "gpu" else target.backend
     x64, precision = (settings[f"jax_{name}"] for name in ("enable_x64", "default_matmul_precision"))
     with building_for(target), jax.enable_x64(x64), jax.default_matmul_precision(precision):
         with _for_this_version():
-            export = jax.export.export(jax.jit(function), platforms=[platform], disabled_checks=EXPORT_DISABLED_CHECKS)
+            export = jax.export.export(
+                jax.jit(function), platforms=[target.lowering_platform], disabled_checks=EXPORT_DISABLED_CHECKS
+            )
             made = bytes(export(*specs).serialize())
         if _settings() == settings:
             STORE.put(key, made)

@@ -53,6 +53,7 @@ VARIABLES = (
     Variable(
         "EJKERNEL_CACHE_DIR", "directory of tuned configs, and of kernels compiled and lowered", "the user's cache directory"
     ),
+    Variable("EJKERNEL_KERNELS", "folders that `ejkernel compile` made, read where the cache has no kernel: `/a:/b`", "none"),
     Variable("EJKERNEL_LOG", "`dispatch` writes a line to stderr for each new decision of what runs a call", "nothing"),
     Variable("EJKERNEL_TRITON_INTERPRET", "`1` runs Triton kernels in Triton's interpreter on the host; very slow", "0"),
 )

@@ -27,7 +27,7 @@ from ejkernel.cli.output import UserError
 
 GROUP = GROUP_OF_COMMANDS
 
-OWNERS = {"bench": "ejkernel-bench", "demo": "ejkernel-demo"}
+OWNERS = {"bench": "ejkernel-bench", "compile": "ejkernel-triton", "demo": "ejkernel-demo"}
 """Commands of this project's own distributions, and which distribution each comes with. Nobody else may claim them."""
 
 _NAME = re.compile(r"[a-z][a-z0-9-]*")

@@ -28,13 +28,14 @@ def _root(context: typer.Context) -> None:
 def show(operation: OneOperation = None, as_json: AsJson = False) -> None:
     """Show where the cache is and what it holds."""
     from ejkernel.tuning import cache_entries
-    from ejkernel.utils.kernel_store import stored_kernels
+    from ejkernel.utils.kernel_store import bundled_kernels, bundles, stored_kernels
 
     state = describe_cache()
     files = [file for file in cache_entries() if operation in (None, file.key and file.key.operation)]
     kernels = stored_kernels()
+    found = {str(folder): len(bundled_kernels(folder)) for folder in bundles()}
     if as_json:
-        emit({**state, "files": [file.to_dict() for file in files], "kernels": dataclasses.asdict(kernels)})
+        emit({**state, "files": [file.to_dict() for file in files], "kernels": dataclasses.asdict(kernels), "bundles": found})
         return
     screen = console()
     calls: dict[str, list[tuple[Any, ...]]] = {}
@@ -48,6 +49,8 @@ def show(operation: OneOperation = None, as_json: AsJson = False) -> None:
     counts = f"{state['entries']} entries ({state['quarantined']} quarantined), {state['bytes']} bytes"
     say(screen, f"{state['directory']}: {counts}")
     say(screen, f"compiled kernels: {kernels.count}, {kernels.bytes} bytes")
+    for folder, count in found.items():
+        say(screen, f"bundle {folder}: {count} compiled kernels")
     for complaint in filter(None, (state["error"], *state["distrusted"])):
         say(screen, complaint, style="yellow")
 

@@ -35,6 +35,8 @@ def explain(
         raise UserError("--case: brings its own arrays and options; leave out --shape and --option")
     if dtype is not None and shape:
         raise UserError("--dtype: is of a case; write --shape name=sizes:dtype")
+    from ejkernel.utils.kernel_store import bundled_kernels, bundles
+
     chosen = tuple(platform.split(",")) if platform else None
     with user_mistakes(), own_output(), _target(target):
         if shape or option:
@@ -51,6 +53,8 @@ def explain(
     say(screen, f"{explanation.forward.operation}({call})")
     for decision in (explanation.forward, explanation.backward):
         _show_decision(screen, decision)
+    for folder in bundles():
+        say(screen, f"\n{len(bundled_kernels(folder))} compiled kernels are in {folder}", style="dim")
 
 
 def _target(target: str | None) -> Any:

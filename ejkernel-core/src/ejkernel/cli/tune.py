@@ -47,7 +47,9 @@ def tune(
     search = Search(rounds=rounds, progress=False if as_json else None, store=store, retry=retry)
     result = AutotuningResult()
     with user_mistakes(), own_output():
-        calls = _from_file(shapes, operation) if shapes is not None else _from_cases(operation, case or [], dtype.split(","))
+        calls = (
+            calls_in_file(shapes, operation) if shapes is not None else calls_of_cases(operation, case or [], dtype.split(","))
+        )
         for arrays, options in calls:
             result = result | search.tune(_calls_of(operation, arrays, options, chosen, forward_only))
             if out is not None:  # after every call, so that what was found survives an interruption
@@ -61,13 +63,27 @@ def tune(
 def _calls_of(
     operation: str, arrays: Mapping[str, Any], options: Mapping[str, Any], platform: tuple[str, ...] | None, forward_only: bool
 ) -> Any:
+    from ejkernel.tuning import record_calls
+
+    function, arguments = program_of(operation, arrays, options, platform, gradient=not forward_only)
+    return record_calls(function, *arguments)
+
+
+def program_of(
+    operation: str,
+    arrays: Mapping[str, Any],
+    options: Mapping[str, Any],
+    platform: tuple[str, ...] | None = None,
+    *,
+    gradient: bool,
+) -> tuple[Any, tuple[Any, ...]]:
+    """A function that makes a call, or takes its gradient, and its arguments."""
     import jax
     import jax.numpy as jnp
 
     from ejkernel._pipeline.operation import get_operation
     from ejkernel._plugins.catalog import OPERATIONS, public_function
     from ejkernel.call.arrays import has_gradient
-    from ejkernel.tuning import record_calls
 
     def call(arrays: Any) -> Any:
         if operation in OPERATIONS:
@@ -78,22 +94,24 @@ def _calls_of(
         leaves = jax.tree.leaves(call({**arrays, **moving}))
         return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves if has_gradient(leaf))
 
-    if forward_only:
-        return record_calls(call, arrays)
+    if not gradient:
+        return call, (arrays,)
     moving = {name: value for name, value in arrays.items() if hasattr(value, "dtype") and has_gradient(value)}
-    return record_calls(jax.grad(loss), moving, arrays)
+    return jax.grad(loss), (moving, arrays)
 
 
-def _from_cases(
+def calls_of_cases(
     operation: str, patterns: Sequence[str], dtypes: Sequence[str]
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Arrays and options of the cases whose names match, in each dtype."""
     from ejkernel.cli import _cases
 
     chosen = _cases.matching_cases(operation, patterns)
     return [(_cases.shapes(case, dtype), case.options) for case in chosen for dtype in dtypes]
 
 
-def _from_file(path: Path, operation: str) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def calls_in_file(path: Path, operation: str) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Arrays and options of each call of a function."""
     from ejkernel._plugins.catalog import OPERATIONS, public_function
 
     if operation not in OPERATIONS:
@@ -104,6 +122,8 @@ def _from_file(path: Path, operation: str) -> list[tuple[Mapping[str, Any], Mapp
         raise UserError(f"--shapes: {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise UserError(f"--shapes: {path}: not JSON: {error}") from error
+    if isinstance(document, dict):  # of several functions
+        document = document.get(operation, document)
     if not isinstance(document, list) or not document:
         raise UserError(f"--shapes: {path}: got {type(document).__name__}, expected a list of calls")
     return [_call_in_file(item, f"--shapes: {path}, call {index}") for index, item in enumerate(document)]

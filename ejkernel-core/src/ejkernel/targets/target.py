@@ -43,6 +43,11 @@ class Target:
             self.device_kind.startswith("AMD") or (self.compute_capability or "").startswith("gfx")
         )
 
+    @property
+    def lowering_platform(self) -> str:
+        """What JAX calls it where a program is lowered for it: `"cuda"`, `"rocm"`, or the backend's name."""
+        return ("rocm" if self.is_amd else "cuda") if self.backend == "gpu" else self.backend
+
     def __str__(self) -> str:
         architecture = self.compute_capability
         if architecture is not None and self.capability is not None:
@@ -79,17 +84,18 @@ def current_target() -> Target:
 
 def as_target(value: Target | str | Any) -> Target:
     """Accept a `Target`, a `jax.Device`, or a backend's name such as `"gpu"`, `"cuda"`, `"rocm"`, or a GPU's name with its compute
-    capability or architecture: `"gpu:9.0"`, `"rocm:gfx942"`."""
+    capability or architecture, and the device's own name: `"gpu:9.0"`, `"rocm:gfx942"`, `"gpu:9.0:NVIDIA H200"`."""
     if isinstance(value, Target):
         return value
     if isinstance(value, str):
-        name, separator, capability = value.partition(":")
+        name, separator, rest = value.partition(":")
+        capability, _, kind = rest.partition(":")
         architectures = {"gpu": r"\d+\.\d+|gfx[0-9a-f]+", "cuda": r"\d+\.\d+", "rocm": r"gfx[0-9a-f]+"}
         if name not in _BACKEND_OF_PLATFORM or (separator and not re.fullmatch(architectures.get(name, r"(?!)"), capability)):
             names = ", ".join(sorted(_BACKEND_OF_PLATFORM))
             with_architecture = "'gpu:9.0' or 'rocm:gfx942'"
             raise ValueError(f"target: got {value!r}, expected one of {names}, or a GPU with what it is as {with_architecture}")
-        kind = "AMD" if name == "rocm" and not capability else ""
+        kind = "AMD" if name == "rocm" and not capability else kind
         return Target(_BACKEND_OF_PLATFORM[name], kind, capability or None)
     if hasattr(value, "device_kind"):
         return target_of_device(value)

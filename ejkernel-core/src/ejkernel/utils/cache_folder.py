@@ -70,7 +70,7 @@ def distrust(folder: Path) -> Distrust | None:
             link, state = place.lstat(), place.stat()
         except OSError:  # absent, or out of reach, which whoever reads or writes there hears of
             return None
-        if reason := _owner(link) or _owner(state) or ("" if place == root else _mode(state)):
+        if reason := _owner(link) or _owner(state) or ("" if place == root else open_to_others(state)):
             return Distrust(place, reason)
     return None
 
@@ -103,7 +103,7 @@ def _owner(state: os.stat_result) -> str:
     return f"user {state.st_uid} can write to it"
 
 
-def _mode(state: os.stat_result) -> str:
+def open_to_others(state: os.stat_result) -> str:
     """Complains of others who can write."""
     if sys.platform == "win32" or not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return ""
@@ -111,7 +111,7 @@ def _mode(state: os.stat_result) -> str:
 
 
 def _others(state: os.stat_result) -> str:
-    return _owner(state) or _mode(state)
+    return _owner(state) or open_to_others(state)
 
 
 def read_file(path: Path) -> bytes:

@@ -3,21 +3,32 @@
 An entry is never wrong, only absent: whoever writes a key writes the same kernel, and nobody else can write, see `cache_folder`.
 Files are put in place by atomic rename and begin with a checksum, so that a damaged one is a miss. Past `MOST_BYTES` those that
 were not used for longest are deleted.
+
+What is not there is looked for in bundles: folders of the same files, which are only read. `EJKERNEL_KERNELS` names some, and
+distributions bring others as folders of the namespace package `ejkernel_kernels`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import importlib.util
 import os
 import re
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ejkernel.utils.cache_folder import UntrustedError, cache_folder, distrust, read_file, replace_file
+from ejkernel.utils.cache_folder import UntrustedError, cache_folder, distrust, open_to_others, read_file, replace_file
 from ejkernel.utils.warn_once import warn_once
+
+BUNDLES = "EJKERNEL_KERNELS"
+BUNDLED = "ejkernel_kernels"
+MANIFEST = "bundle.json"
+"""Marks a folder as a bundle; `ejkernel compile` writes it last."""
 
 MOST_BYTES = 1 << 30
 _LEFT_AFTER_TRIMMING = 3 * MOST_BYTES // 4
@@ -25,6 +36,14 @@ _FOLDER = re.compile(r"kernels-[\w-]+")
 _NAME = re.compile(r"[0-9a-f]{64}\.kernel")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\..*\.tmp")
 _DIGEST_LENGTH = hashlib.sha256().digest_size
+
+_collected: Path | None = None
+
+
+def collect_in(folder: Path) -> None:
+    """Make this process keep all compiled kernels in a folder that becomes a bundle, and read those alone."""
+    global _collected
+    _collected = folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,24 +59,22 @@ class KernelStore:
     @property
     def folder(self) -> Path:
         """Where they are; it need not exist."""
-        return cache_folder() / f"kernels-{self.platform}"
+        return (_collected or cache_folder()) / f"kernels-{self.platform}"
 
     def get(self, key: str) -> bytes | None:
-        """What is stored under a key of 64 hexadecimal digits; None if there is nothing or it is damaged."""
-        path = self._path(key)
+        """What is stored under a key of 64 hexadecimal digits, here or in a bundle; None if there is nothing or it is damaged."""
+        content, path = None, self._path(key)
         try:
-            stored = read_file(path)
+            content = _unpacked(read_file(path))
         except FileNotFoundError:
-            return None
+            pass
         except OSError as error:
             self._warn(f"compiled kernels cannot be read ({error.strerror or error}); they are compiled again")
-            return None
-        digest, content = stored[:_DIGEST_LENGTH], stored[_DIGEST_LENGTH:]
-        if hashlib.sha256(content).digest() != digest:
-            return None
+        if content is None:
+            return None if _collected else _bundled(f"{self.folder.name}/{path.name}")
         with contextlib.suppress(OSError):  # a folder that is only read keeps no order of use
             os.utime(path)
-        return zlib.decompress(content)
+        return content
 
     def put(self, key: str, content: bytes) -> bool:
         """Store something; False, with one warning per folder, if it cannot be or must not be written."""
@@ -69,7 +86,8 @@ class KernelStore:
         except OSError as error:
             self._warn(f"compiled kernels cannot be stored ({error.strerror or error}); other processes compile them again")
             return False
-        self._trim()
+        if _collected is None:
+            self._trim()
         return True
 
     def _path(self, key: str) -> Path:
@@ -88,6 +106,67 @@ class KernelStore:
                 return
             _delete(path)
             total -= state.st_size
+
+
+def _unpacked(stored: bytes) -> bytes | None:
+    """The content of a file; None if that is damaged."""
+    digest, content = stored[:_DIGEST_LENGTH], stored[_DIGEST_LENGTH:]
+    return zlib.decompress(content) if hashlib.sha256(content).digest() == digest else None
+
+
+def _bundled(name: str) -> bytes | None:
+    for folder in bundles():
+        try:
+            content = _unpacked((folder / name).read_bytes())
+        except FileNotFoundError:
+            continue
+        except OSError:
+            content = None
+        if content is not None:
+            return content
+        warn_once(folder, f"{name} is damaged and compiled here; make the bundle again")
+    return None
+
+
+def bundles() -> tuple[Path, ...]:
+    """The folders of bundles: those that are named, then the installed. A warning says once why another is not used."""
+    return _usable(os.environ.get(BUNDLES, ""), tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=8)
+def _usable(named: str, path: tuple[str, ...]) -> tuple[Path, ...]:
+    del named, path  # all that decides what there is
+    found = examined_bundles()
+    for folder, problem in found.items():
+        if problem:
+            warn_once(folder, f"{problem}; its kernels are compiled here")
+    return tuple(folder for folder, problem in found.items() if not problem)
+
+
+def examined_bundles() -> dict[Path, str]:
+    """Every folder that should be a bundle, and why it is not used; empty if it is.
+
+    One that is installed is as trustworthy as the code beside it; who names another trusts its owner, and nobody else.
+    """
+    named = [Path(name).expanduser() for name in os.environ.get(BUNDLES, "").split(os.pathsep) if name]
+    spec = importlib.util.find_spec(BUNDLED)
+    roots = [Path(root) for root in (spec and spec.submodule_search_locations) or ()]
+    installed = sorted(file.parent for root in roots for file in root.glob(f"*/{MANIFEST}"))
+    return {**{folder: _problem(folder) for folder in named}, **dict.fromkeys(installed, "")}
+
+
+def _problem(folder: Path) -> str:
+    try:
+        (folder / MANIFEST).stat()
+        complaints = ((place, open_to_others(place.stat())) for place in (folder, *folder.glob("*"), *bundled_kernels(folder)))
+        return next((f"not used: {place}: {complaint}" for place, complaint in complaints if complaint), "")
+    except OSError as error:
+        return f"no bundle of kernels: {MANIFEST}: {error.strerror or error}"
+
+
+def bundled_kernels(folder: Path) -> list[Path]:
+    """The files of a bundle's kernels."""
+    return sorted(folder.glob("kernels-*/*.kernel"))
 
 
 @dataclasses.dataclass(frozen=True)
