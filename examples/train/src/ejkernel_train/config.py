@@ -71,6 +71,7 @@ class TrainConfig:
         remat: what the backward computes again: nothing ("none"), all but products of weights ("dots"), whole blocks ("full").
         mesh: axes and their devices, "data=2,fsdp=2,tensor=2"; "" for one device. See `sharding.py`.
         layers: "scan" compiles one repeat of the pattern, whose parameters are stacked; "unroll" all of them, each with its own.
+        packed: rows are of packed documents, as `data.pack` makes them, and not windows of one text.
         on_nonfinite: what a step does whose loss or gradient is not finite: end the run ("stop"), or change nothing ("skip").
     """
 
@@ -93,6 +94,7 @@ class TrainConfig:
     remat: Literal["none", "dots", "full"] = "none"
     layers: Literal["scan", "unroll"] = "scan"
     mesh: str = ""
+    packed: bool = False
     on_nonfinite: Literal["stop", "skip"] = "stop"
 
     def __post_init__(self) -> None:

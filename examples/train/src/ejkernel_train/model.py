@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -18,18 +18,23 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel_train import plain
 from ejkernel_train.config import ModelConfig
+from ejkernel_train.data import Packed
 from ejkernel_train.float8 import Float8, initial_scales, linear
 from ejkernel_train.operations import Operations
 from ejkernel_train.sharding import BATCH, Layout
 
+Arrays: TypeAlias = tuple[jax.Array, ...]
+
 
 class Context(NamedTuple):
-    """What all blocks share: the operations, the mesh, and cosine and sine of every position `[T, D / 2]`."""
+    """What all blocks share: the operations, the mesh, cosine and sine of every position `[T, D / 2]`, and of packed rows
+    which document each token is of, `[B, T]`; then cosine and sine are `[B, T, D / 2]`."""
 
     operations: Operations
     layout: Layout
     cos: jax.Array
     sin: jax.Array
+    documents: jax.Array | None = None
 
     @property
     def float8(self) -> Float8:
@@ -37,6 +42,10 @@ class Context(NamedTuple):
         operations = self.operations
         quantize = operations.quantize_float8 if self.layout.mesh is None else plain.quantize_float8
         return Float8(operations.scaled_matmul, quantize)
+
+    def attend(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        borders = () if self.documents is None else (self.documents,)
+        return self.operations.attention(query, key, value, *borders)
 
 
 def matrix(key: jax.Array, fan_in: int, *shape: int) -> jax.Array:
@@ -91,7 +100,7 @@ class Attention(eqx.Module):
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         query, key, value = self.project(x, context)
         query, key = context.operations.rope(query, key, context.cos, context.sin)
-        attended = context.operations.attention(query, key, value)
+        attended = context.attend(query, key, value)
         return self.output(attended.reshape(*x.shape[:2], -1), context)
 
 
@@ -141,26 +150,37 @@ class Experts(eqx.Module):
         along "expert", and they sum what their experts made. No token is dropped, however many choose the same expert.
         """
         hidden = P("expert", None, "tensor")
-        specs = P(BATCH), P(), hidden, hidden, P("expert", "tensor")
+        specs = P(BATCH), P(BATCH), P(), hidden, hidden, P("expert", "tensor")
         mix = context.layout.on_each_device(partial(self.mix, context), specs, (P(BATCH), P()))
-        return mix(x, self.router, self.gate, self.up, self.down)
+        return mix(x, context.documents, self.router, self.gate, self.up, self.down)
 
     def mix(
-        self, context: Context, x: jax.Array, router: Linear, gate: jax.Array, up: jax.Array, down: jax.Array
+        self,
+        context: Context,
+        x: jax.Array,
+        documents: jax.Array | None,
+        router: Linear,
+        gate: jax.Array,
+        up: jax.Array,
+        down: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """Of one device's tokens `[B, T, d]`."""
+        """Of one device's tokens `[B, T, d]`. What stands after the last document of a row goes to no expert."""
         operations, layout, experts, held = context.operations, context.layout, self.config.experts, len(gate)
         tokens = layout.of_all_expert_devices(x.reshape(-1, x.shape[-1]))
         logits = router(tokens, context)
         weights, chosen = operations.moe_route(logits, self.config.experts_per_token)
+        likely, number = jax.nn.softmax(logits.astype(jnp.float32), axis=-1), jnp.float32(len(tokens))
+        if documents is not None:
+            real = layout.of_all_expert_devices(documents.reshape(-1, 1)) >= 0
+            chosen, likely, number = jnp.where(real, chosen, -1), jnp.where(real, likely, 0), jnp.sum(real, dtype=jnp.float32)
         rows, sizes, positions = operations.moe_permute(tokens, layout.held_here(chosen, held), held)
         gated = operations.swiglu(*(operations.grouped_matmul(rows, matrices, sizes) for matrices in (gate, up)))
         out = operations.moe_unpermute(operations.grouped_matmul(gated, down, sizes), positions, weights)
 
-        likely = jnp.mean(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), axis=0)
-        sizes = layout.of_all_expert_devices(sizes)
-        share, likely = layout.mean_over_batch((sizes / len(rows), likely))
-        imbalance = self.config.balance * experts * jnp.sum(share * likely)
+        sizes = layout.of_all_expert_devices(sizes).astype(jnp.float32)
+        sizes, likely, number = layout.mean_over_batch((sizes, jnp.sum(likely, axis=0), number))
+        pairs = jnp.sum(sizes * likely) / self.config.experts_per_token
+        imbalance = self.config.balance * experts * pairs / jnp.square(jnp.maximum(number, 1))
         return layout.sum_over_experts(layout.sum_over_tensor(out)).reshape(x.shape), imbalance
 
 
@@ -182,7 +202,7 @@ class GatedAttention(eqx.Module):
         query, key, value = self.attention.project(x, context)
         scales = self.query_scale, self.key_scale
         query, key = context.operations.qk_norm_rope(query, key, context.cos, context.sin, *scales)
-        attended = context.operations.attention(query, key, value).reshape(*x.shape[:2], -1)
+        attended = context.attend(query, key, value).reshape(*x.shape[:2], -1)
         return self.attention.output(attended * jax.nn.sigmoid(self.gate(x, context)), context)
 
 
@@ -218,16 +238,16 @@ class DeltaRule(eqx.Module):
         own = self.filters, self.log_rate, self.bias, self.norm
         return self.output(by_sequence(self.recur, context, projected, own), context)
 
-    def recur(self, operations: Operations, projected: tuple[jax.Array, ...], own: tuple[jax.Array, ...]) -> jax.Array:
+    def recur(self, operations: Operations, projected: Arrays, own: Arrays, documents: jax.Array | None) -> jax.Array:
         """What stands between the linear layers: `[B, T, H D]`."""
         (mixed, z, beta, decay), (filters, log_rate, bias, norm) = projected, own
         number, shared = self.config.linear_heads, self.config.linear_key_heads
-        mixed = operations.causal_conv1d(mixed, filters)
+        mixed = operations.causal_conv1d(mixed, filters, documents)
         size = shared * self.config.linear_head_size
         query, key, value = heads(mixed[..., :size], shared), heads(mixed[..., size : 2 * size], shared), mixed[..., 2 * size :]
         beta = jax.nn.sigmoid(beta.astype(jnp.float32))
         decay = -jnp.exp(log_rate) * jax.nn.softplus(decay.astype(jnp.float32) + bias)
-        out = operations.gated_delta_rule(query, key, heads(value, number), beta, decay)
+        out = operations.gated_delta_rule(query, key, heads(value, number), beta, decay, documents)
         return operations.gated_rms_norm(out, heads(z, number), norm).reshape(*z.shape)
 
 
@@ -264,19 +284,20 @@ class StateSpace(eqx.Module):
         own = self.filters, self.log_rate, self.bias, self.skip, self.norm
         return self.output(by_sequence(self.recur, context, projected, own), context)
 
-    def recur(self, operations: Operations, projected: tuple[jax.Array, ...], own: tuple[jax.Array, ...]) -> jax.Array:
+    def recur(self, operations: Operations, projected: Arrays, own: Arrays, documents: jax.Array | None) -> jax.Array:
         """What stands between the linear layers: `[B, T, H P]`."""
         (mixed, z, step), (filters, log_rate, bias, skip, norm) = projected, own
         groups, size = self.config.groups, self.config.groups * self.config.state_size
-        mixed = operations.causal_conv1d(mixed, filters)
+        mixed = operations.causal_conv1d(mixed, filters, documents)
         x = heads(mixed[..., : -2 * size], self.config.linear_heads)
         B, C = heads(mixed[..., -2 * size : -size], groups), heads(mixed[..., -size:], groups)
-        return operations.gated_state_space(x, -jnp.exp(log_rate), B, C, skip, step, bias, z, norm)
+        return operations.gated_state_space(x, -jnp.exp(log_rate), B, C, skip, step, bias, z, norm, documents)
 
 
 def by_sequence(function: Callable[..., jax.Array], context: Context, projected: Any, own: Any) -> jax.Array:
     """On a mesh each device runs its own sequences, with all heads: their channels share a convolution, and are not split."""
-    return context.layout.on_each_device(partial(function, context.operations), (P(BATCH), P()), P(BATCH))(projected, own)
+    run = context.layout.on_each_device(partial(function, context.operations), (P(BATCH), P(), P(BATCH)), P(BATCH))
+    return run(projected, own, context.documents)
 
 
 def decays(key: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
@@ -366,14 +387,31 @@ class Model(eqx.Module):
         return eqx.tree_at(lambda model: model.blocks, self, narrow)
 
     def loss(
-        self, window: jax.Array, operations: Operations, dtype: str, layout: Layout = NO_MESH, remat: str = "none"
+        self,
+        window: jax.Array | Packed,
+        operations: Operations,
+        dtype: str,
+        layout: Layout = NO_MESH,
+        remat: str = "none",
+        weight: jax.Array | float = 1.0,
     ) -> jax.Array:
-        """Mean cross entropy in nats per token over windows `[B, T + 1]`, and the blocks' losses of balance.
+        """Mean cross entropy in nats per label that counts, times `weight`, and the blocks' losses of balance."""
+        cross_entropy, imbalance = self.losses(window, operations, dtype, layout, remat)
+        return weight * cross_entropy + imbalance
+
+    def losses(
+        self, window: jax.Array | Packed, operations: Operations, dtype: str, layout: Layout = NO_MESH, remat: str = "none"
+    ) -> tuple[jax.Array, jax.Array]:
+        """Both apart, of windows `[B, T + 1]` or packed rows.
 
         Products are in `dtype`: of a model that is not `compute_copy(dtype)`, a copy is made here.
         """
-        tokens, labels = window[:, :-1], window[:, 1:]
-        context = Context(operations, layout, *rotary(tokens.shape[1], self.config.head_size))
+        tokens, labels, documents = window if isinstance(window, Packed) else Packed(window[:, :-1], window[:, 1:])
+        cos, sin = rotary(tokens.shape[1], self.config.head_size)
+        if documents is not None:
+            places = positions(documents)
+            cos, sin = cos[places], sin[places]
+        context = Context(operations, layout, cos, sin, documents)
         embedding = layout.gathered_embedding(self.embedding)
 
         def repeat(carry: tuple[jax.Array, jax.Array], blocks: tuple[Block, ...]) -> tuple[tuple[jax.Array, jax.Array], None]:
@@ -393,7 +431,7 @@ class Model(eqx.Module):
                 carry, _ = run(carry, blocks[first : first + size])
         x, imbalance = carry
         hidden = operations.rms_norm(x, self.norm)
-        return operations.cross_entropy(hidden, embedding.astype(dtype), labels, layout) + imbalance
+        return operations.cross_entropy(hidden, embedding.astype(dtype), labels, layout), imbalance
 
 
 def with_stacked_blocks(model: Model) -> Model:
@@ -404,6 +442,13 @@ def with_stacked_blocks(model: Model) -> Model:
     blocks = tuple(jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks) for blocks in places)
     shapes = jax.eval_shape(lambda: Model(model.config, jax.random.key(0)))
     return jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves((model.embedding, blocks, model.norm)))
+
+
+def positions(documents: jax.Array) -> jax.Array:
+    """Of each token in its document `[B, T]`."""
+    index = jnp.arange(documents.shape[1])
+    first = jnp.diff(documents, axis=1, prepend=-2) != 0
+    return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
 
 
 def unstacked(tree: Any, repeats: int) -> list[Any]:

@@ -38,6 +38,15 @@ def spec_of(name: str, axes: int) -> P:
     return P(None, *found) if found and axes > len(found) else found
 
 
+def placed(batch: Any, sharding: Any) -> Any:
+    """The arrays of a batch, of which every process has the whole and gives its devices their part; as they are without a mesh."""
+
+    def place(rows: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(rows.shape, sharding, lambda part: rows[part])
+
+    return batch if sharding is None else jax.tree.map(place, batch)
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A mesh with the axes of `AXES`, or None for one device.
