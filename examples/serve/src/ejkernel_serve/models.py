@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,9 @@ from ejkernel_serve.config import EngineConfig
 from ejkernel_serve.engine import Engine
 from ejkernel_train.checkpoint import Checkpoints, DamagedError
 from ejkernel_train.config import DEFAULTS, TrainConfig
-from ejkernel_train.model import Model, with_stacked_blocks
-from ejkernel_train.step import State, initialise
+from ejkernel_train.model import Model
+from ejkernel_train.resume import resume
+from ejkernel_train.step import initialise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,26 +52,14 @@ def load_model(model: str, size: str, checkpoint: Path | None) -> Model:
         raise ValueError(f"--checkpoint: {error}; pip install ejkernel-serve[checkpoints]") from None
     with opened as checkpoints:
         try:
-            restored = _restored(checkpoints, config)
+            restored = resume(config, initialise(config), checkpoints)
         except DamagedError as error:
             raise ValueError(f"--checkpoint: {error}") from error
         except ValueError as error:
             raise ValueError(f"--checkpoint {checkpoint} is not of --model {model} --size {size}: {error}") from error
     if not int(restored.step):
         raise ValueError(f"--checkpoint {checkpoint} has no checkpoint")
-    return with_stacked_blocks(restored.model)
-
-
-def _restored(checkpoints: Checkpoints, config: TrainConfig) -> State:
-    """Of a run with `--layers scan` or `--layers unroll`."""
-    try:
-        return checkpoints.restore(initialise(config))
-    except DamagedError:
-        raise
-    except ValueError as error:
-        with contextlib.suppress(DamagedError, ValueError):
-            return checkpoints.restore(initialise(dataclasses.replace(config, layers="unroll")))
-        raise error
+    return restored.model
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:

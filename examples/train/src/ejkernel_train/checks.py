@@ -21,7 +21,6 @@ _SAID = (
     *(
         "model",
         "size",
-        "layers",
         "repeats",
         "float8",
         "seed",
@@ -36,7 +35,7 @@ _SAID = (
     ),
     *("weight_decay", "clip", "on_nonfinite"),
 )
-"""Fields of `TrainConfig` that a run's losses, or how its parameters are kept, depend on."""
+"""Fields of `TrainConfig` that a run's losses depend on."""
 
 
 def check_processes(arguments: argparse.Namespace) -> None:

@@ -434,14 +434,19 @@ class Model(eqx.Module):
         return operations.cross_entropy(hidden, embedding.astype(dtype), labels, layout), imbalance
 
 
-def with_stacked_blocks(model: Model) -> Model:
-    """The same model as if it had been made with `stacked=True`."""
-    if model.stacked:
+def restacked(model: Model, stacked: bool) -> Model:
+    """The same model, or moments of one, as if it had been made with this `stacked`."""
+    if model.stacked == stacked:
         return model
-    places = (model.blocks[place :: len(model.config.pattern)] for place in range(len(model.config.pattern)))
-    blocks = tuple(jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks) for blocks in places)
-    shapes = jax.eval_shape(lambda: Model(model.config, jax.random.key(0)))
-    return jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves((model.embedding, blocks, model.norm)))
+    config = model.config
+    if stacked:
+        places = (model.blocks[place :: len(config.pattern)] for place in range(len(config.pattern)))
+        blocks = tuple(jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks) for blocks in places)
+    else:
+        blocks = tuple(block for repeat in unstacked(model.blocks, config.repeats) for block in repeat)
+    shapes = jax.eval_shape(lambda: Model(config, jax.random.key(0), stacked))
+    parts = model.embedding, blocks, model.norm
+    return eqx.tree_at(lambda model: (model.embedding, model.blocks, model.norm), shapes, parts)
 
 
 def positions(documents: jax.Array) -> jax.Array:

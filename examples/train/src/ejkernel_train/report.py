@@ -23,6 +23,7 @@ from ejkernel_train import cost, data, finite
 from ejkernel_train.checkpoint import Checkpoints
 from ejkernel_train.config import TrainConfig
 from ejkernel_train.evaluate import Evaluated, Evaluation, as_record
+from ejkernel_train.resume import resume
 from ejkernel_train.sharding import placed
 from ejkernel_train.step import Compiled, State, compile_step, initialise
 
@@ -157,7 +158,7 @@ def run(
         return comparison.compare(configs, tokens, peak=peak, skip=skip, rounds=rounds or first.steps, progress=progress)
     build = Build(first)
     if checkpoints:
-        build.state = checkpoints.restore(build.state)
+        build.state = resume(first, build.state, checkpoints)
     start = int(build.state.step)
     if start >= first.steps:
         raise ValueError(f"the checkpoint has {start} steps already; ask for more with --steps, or for another folder")
