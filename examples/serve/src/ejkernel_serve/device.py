@@ -123,7 +123,9 @@ def prepare(model: Model, dtype: str, positions: int) -> Weights:
     if config.vocabulary < TOKENS:
         raise ValueError(f"the model has a vocabulary of {config.vocabulary}; bytes and a mark need {TOKENS}")
     copy = eqx.tree_at(lambda model: model.embedding, model.compute_copy(dtype), model.embedding.astype(dtype))
-    return Weights(copy, *rotary(positions, config.head_size))
+    if model.head is not None:
+        copy = eqx.tree_at(lambda model: model.head, copy, model.head.astype(dtype))
+    return Weights(copy, *rotary(config, positions))
 
 
 def empty_pages(config: ModelConfig, pages: int, page_size: int, dtype: str) -> Pages:
@@ -150,8 +152,8 @@ def step(weights: Weights, pages: Pages, batch: Batch, top: int = 0) -> tuple[Pa
 
     start = model.embedding[batch.tokens][None], pages, jnp.zeros((), jnp.int32)
     (x, pages, _), _ = jax.lax.scan(repeat, start, model.blocks)
-    rows = choose("ejkernel").rms_norm(x[0, batch.rows], model.norm)
-    logits = jnp.einsum("sd,vd->sv", rows, model.embedding)
+    rows = choose("ejkernel").rms_norm(x[0, batch.rows], model.norm, model.config.epsilon)
+    logits = jnp.einsum("sd,vd->sv", rows, model.output)
     return pages, _draw(logits, batch, top)
 
 

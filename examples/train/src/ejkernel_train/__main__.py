@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from ejkernel_train import checks, data, report
+from ejkernel_train import checks, data, public, report
 from ejkernel_train.checkpoint import Checkpoints
 from ejkernel_train.config import DEFAULTS, MODELS, TrainConfig
 from ejkernel_train.evaluate import Evaluated
@@ -71,6 +71,13 @@ def parser() -> argparse.ArgumentParser:
         help="evaluate on a share of what there is to learn, or on other files",
     )
     add("--evaluate-every", type=int, metavar="STEPS", help="on what is held out; default: after the last step")
+    add(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FOLDER",
+        help="begin with a public model's config.json and safetensors instead of --model and --size",
+    )
     add("--checkpoints", type=Path, metavar="FOLDER", help="save the run there, and go on from what is there")
     add("--save-every", type=int, default=100, metavar="STEPS")
     add("--peak", type=float, help="operations per second of a device, which the share is of; default: its dense bfloat16")
@@ -84,6 +91,8 @@ def configure(arguments: argparse.Namespace) -> list[TrainConfig]:
     given: dict[str, Any] = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     plain = tuple(name for name in arguments.plain.split(",") if name)
     given = {**DEFAULTS[arguments.size], **given, "plain": plain, "packed": bool(arguments.data)}
+    if arguments.source:
+        given["given"] = public.read_config(arguments.source)
     config = TrainConfig(**given)
     if not arguments.compare:
         return [config]
@@ -112,13 +121,14 @@ def load(arguments: argparse.Namespace, length: int) -> tuple[data.Source, data.
         if held is not None and len(held) < 2:
             raise ValueError(f"--held-out {apart} has {len(held)} tokens; give at least 2")
         return learnt, held
-    found, held = data.documents(arguments.data), None
+    encoding = public.encoding(arguments.source) if arguments.source else data.BYTES
+    found, held = data.documents(arguments.data, encoding), None
     if isinstance(apart, float):
         found, held = data.without(found, apart)
         if not held:
             raise ValueError(f"--held-out is {apart} of {len(found)} documents; give more")
     elif apart is not None:
-        held = data.documents([apart])
+        held = data.documents([apart], encoding)
     return data.pack(found, length), None if held is None else data.pack(held, length)
 
 
@@ -165,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 held_out=held_out,
                 evaluate_every=arguments.evaluate_every,
                 evaluated=_say_evaluated,
+                model=public.load(arguments.source, float8=configs[0].float8) if arguments.source else None,
             )
     except NotFiniteError as error:
         print(f"error: {error}", file=sys.stderr)

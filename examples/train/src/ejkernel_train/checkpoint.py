@@ -6,6 +6,7 @@ with flipped bits without a word.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,6 +22,9 @@ Tree = TypeVar("Tree")
 
 SEAL = "checksums.json"
 """In the folder of a checkpoint: its files with their SHA-256, and the run's settings."""
+
+SIZES = "sizes"
+"""Of the settings: the fields of the run's `ModelConfig`, which arrays are compared by and not these."""
 
 DECISIVE = ("--model", "--size", "--repeats", "--float8")
 """Settings without which a checkpoint's arrays are no state of the run; others change how the run goes on."""
@@ -61,6 +65,13 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Those that are there, damaged or not, the newest first."""
         return sorted(self._manager.all_steps(), reverse=True)
+
+    def saved_settings(self) -> dict[str, Any]:
+        """Those of the newest checkpoint that has any."""
+        for step in self.steps():
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                return json.loads((self._folder / str(step) / SEAL).read_text())["settings"]
+        return {}
 
     def restore(self, state: Tree, *others: Tree) -> Tree:
         """The newest whole checkpoint with the shapes, dtypes and shardings of `state`, or of one of the `others`, which may be
@@ -167,7 +178,7 @@ class Checkpoints:
             return
         for option, was in seal.get("settings", {}).items():
             now = self._settings.get(option, was)
-            if now == was:
+            if now == was or option == SIZES:
                 continue
             message = f"the checkpoint of step {step} is of a run with {option} {was}, and this one has {now}"
             if option in DECISIVE:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
+import json
 import math
 import os
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ejkernel_train.checkpoint import SIZES
 from ejkernel_train.config import TrainConfig
 from ejkernel_train.data import Packed, Source
 from ejkernel_train.operations import choose
@@ -81,6 +84,12 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--held-out {arguments.held_out} is no file or folder that can be read")
     if arguments.compare and arguments.checkpoints:
         raise ValueError("--checkpoints are of one build; leave out either it or --compare")
+    if arguments.source:
+        for name, clashes in {"compare": arguments.compare, "repeats": arguments.repeats}.items():
+            if clashes:
+                raise ValueError(f"--from has its own sizes and weights; leave out either it or --{name}")
+        if not arguments.data:
+            raise ValueError("--from is of a model with its own tokens; give documents with --data")
     if arguments.data and arguments.text:
         raise ValueError("--data are documents and --text is one text; give one of them")
     for path in arguments.data:
@@ -106,6 +115,8 @@ def check_configs(configs: Sequence[TrainConfig], tokens: Source) -> None:
         raise ValueError(
             f"--length is {first.length}, and a window needs a token more; the text has {len(tokens)}: give more with --text"
         )
+    if (largest := int(np.max(tokens.tokens if isinstance(tokens, Packed) else tokens))) >= first.sizes.vocabulary:
+        raise ValueError(f"the text has the token {largest}, and the model knows {first.sizes.vocabulary}")
     for config in configs:
         choose(config.kernels, config.plain)
         check_mesh(config)
@@ -117,7 +128,8 @@ def settings(config: TrainConfig, tokens: Source) -> dict[str, Any]:
     arrays = [np.ascontiguousarray(each) for each in (tokens if isinstance(tokens, Packed) else (tokens,))]
     digest = hashlib.sha256(b"".join(each.tobytes() for each in arrays)).hexdigest()
     text = f"{arrays[0].size} tokens, SHA-256 {digest[:16]}"
-    return {**found, "--plain": ",".join(config.plain), "--data" if config.packed else "--text": text}
+    sizes = json.loads(json.dumps(dataclasses.asdict(config.sizes)))  # as they are read again
+    return {**found, "--plain": ",".join(config.plain), "--data" if config.packed else "--text": text, SIZES: sizes}
 
 
 def _check_checkpoints(folder: Path) -> None:

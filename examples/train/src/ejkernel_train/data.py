@@ -64,26 +64,27 @@ def load(files: Sequence[Path] = ()) -> np.ndarray:
     return np.concatenate([np.concatenate([[START], part]) for part in parts]).astype(np.int32)
 
 
-def documents(paths: Sequence[Path], encoding: Encoding = BYTES) -> list[Document]:
+def documents(paths: Sequence[Path], encoding: Encoding | None = BYTES) -> list[Document]:
     """Of files, and of all files in folders. Each line of a `.jsonl` file is a document, other files are one each.
 
     A line has `text`, or `prompt` and `completion`, of which the completion is learnt, or `tokens` and perhaps a `loss_mask`, 0 for
     each token that is only read.
 
     Raises:
-        ValueError: a line that has none of these.
+        ValueError: a line that has none of these, or text without an encoding.
     """
     found: list[Document] = []
     for path in paths:
         for file in files_of(path):
             if file.suffix != ".jsonl":
-                found.append(_document(encoding, "", file.read_bytes().decode(errors="surrogateescape")))
-                continue
-            for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
+                lines = [(0, file.read_bytes().decode(errors="surrogateescape"))]
+            else:
+                lines = [(number, line) for number, line in enumerate(file.read_bytes().split(b"\n"), 1) if line.strip()]
+            for number, line in lines:
                 try:
-                    found += [_of_line(encoding, json.loads(line))] if line.strip() else []
+                    found.append(_of_line(encoding, json.loads(line)) if number else _document(encoding, "", str(line)))
                 except ValueError as error:
-                    raise ValueError(f"--data {file}, line {number}: {error}") from None
+                    raise ValueError(f"--data {file}{f', line {number}' if number else ''}: {error}") from None
     return found
 
 
@@ -92,7 +93,7 @@ def files_of(path: Path) -> list[Path]:
     return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
 
 
-def _of_line(encoding: Encoding, line: Any) -> Document:
+def _of_line(encoding: Encoding | None, line: Any) -> Document:
     fields: dict[str, Any] = cast("dict[str, Any]", line) if isinstance(line, dict) else {}
     match fields:
         case {"text": str(text)}:
@@ -108,7 +109,9 @@ def _of_line(encoding: Encoding, line: Any) -> Document:
             raise ValueError("give an object with text, with prompt and completion, or with tokens")
 
 
-def _document(encoding: Encoding, prompt: str, text: str) -> Document:
+def _document(encoding: Encoding | None, prompt: str, text: str) -> Document:
+    if encoding is None:
+        raise ValueError("it is text, and the model has no tokenizer.json; give lines with tokens")
     read, learnt = [*encoding.start, *encoding.encode(prompt)], [*encoding.encode(text), *encoding.end]
     return Document(np.array(read + learnt, np.int32), np.arange(len(read) + len(learnt)) >= len(read))
 

@@ -16,12 +16,12 @@ from ejkernel_train.sharding import BATCH, Layout
 feed_forward = plain.feed_forward  # in operations: products are XLA's
 
 
-def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return ejkernel.rms_norm(x, scale, epsilon=EPSILON)
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float = EPSILON) -> jax.Array:
+    return ejkernel.rms_norm(x, scale, epsilon=epsilon)
 
 
-def add_rms_norm(x: jax.Array, residual: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return ejkernel.fused_add_rms_norm(x, residual, scale, epsilon=EPSILON)
+def add_rms_norm(x: jax.Array, residual: jax.Array, scale: jax.Array, epsilon: float = EPSILON) -> tuple[jax.Array, jax.Array]:
+    return ejkernel.fused_add_rms_norm(x, residual, scale, epsilon=epsilon)
 
 
 def rope(query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -29,9 +29,15 @@ def rope(query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array) -> tu
 
 
 def qk_norm_rope(
-    query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array, query_scale: jax.Array, key_scale: jax.Array
+    query: jax.Array,
+    key: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    query_scale: jax.Array,
+    key_scale: jax.Array,
+    epsilon: float = EPSILON,
 ) -> tuple[jax.Array, jax.Array]:
-    return ejkernel.fused_qk_norm_rope(query, key, cos, sin, query_scale, key_scale, epsilon=EPSILON)
+    return ejkernel.fused_qk_norm_rope(query, key, cos, sin, query_scale, key_scale, epsilon=epsilon)
 
 
 def attention(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None = None) -> jax.Array:

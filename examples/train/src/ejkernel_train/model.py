@@ -6,6 +6,7 @@ runs over.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from ejkernel import LlamaRotaryEmbedding
 from ejkernel_train import plain
 from ejkernel_train.config import ModelConfig
 from ejkernel_train.data import Packed
@@ -75,12 +77,14 @@ class Linear(eqx.Module):
 
 
 class Attention(eqx.Module):
-    """Causal attention with grouped key heads and rotary positions, as in Llama."""
+    """Causal attention with grouped key heads and rotary positions, as in Llama; with normed heads as in Qwen3."""
 
     query: Linear
     key: Linear
     value: Linear
     output: Linear
+    query_scale: jax.Array | None
+    key_scale: jax.Array | None
     config: ModelConfig = eqx.field(static=True)
 
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
@@ -90,6 +94,7 @@ class Attention(eqx.Module):
         self.key = Linear(keys[1], config.width, shared, config.float8)
         self.value = Linear(keys[2], config.width, shared, config.float8)
         self.output = Linear(keys[3], inner, config.width, config.float8)
+        self.query_scale, self.key_scale = jnp.ones((2, config.head_size)) if config.qk_norm else (None, None)
         self.config = config
 
     def project(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -99,7 +104,11 @@ class Attention(eqx.Module):
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         query, key, value = self.project(x, context)
-        query, key = context.operations.rope(query, key, context.cos, context.sin)
+        if self.query_scale is None:
+            query, key = context.operations.rope(query, key, context.cos, context.sin)
+        else:
+            norms = self.query_scale, self.key_scale, self.config.epsilon
+            query, key = context.operations.qk_norm_rope(query, key, context.cos, context.sin, *norms)
         attended = context.attend(query, key, value)
         return self.output(attended.reshape(*x.shape[:2], -1), context)
 
@@ -200,8 +209,8 @@ class GatedAttention(eqx.Module):
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         query, key, value = self.attention.project(x, context)
-        scales = self.query_scale, self.key_scale
-        query, key = context.operations.qk_norm_rope(query, key, context.cos, context.sin, *scales)
+        norms = self.query_scale, self.key_scale, self.attention.config.epsilon
+        query, key = context.operations.qk_norm_rope(query, key, context.cos, context.sin, *norms)
         attended = context.attend(query, key, value).reshape(*x.shape[:2], -1)
         return self.attention.output(attended * jax.nn.sigmoid(self.gate(x, context)), context)
 
@@ -322,6 +331,7 @@ class Block(eqx.Module):
     mixer: Any
     feed_forward_norm: jax.Array | None
     feed_forward: Any
+    epsilon: float = eqx.field(static=True)
 
     def __init__(self, config: ModelConfig, mixer: str, key: jax.Array) -> None:
         first, second = jax.random.split(key)
@@ -329,13 +339,14 @@ class Block(eqx.Module):
         self.mixer = MIXERS[mixer](config, first)
         self.feed_forward_norm = jnp.ones(config.width) if config.hidden else None
         self.feed_forward = (Experts if config.experts else SwiGLU)(config, second) if config.hidden else None
+        self.epsilon = config.epsilon
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         """The stream `[B, T, d]` after this block, and its loss of balance."""
-        mixed = self.mixer(context.operations.rms_norm(x, self.mixer_norm), context)
+        mixed = self.mixer(context.operations.rms_norm(x, self.mixer_norm, self.epsilon), context)
         if self.feed_forward is None:
             return x + mixed, jnp.zeros(())
-        normed, x = context.operations.add_rms_norm(mixed, x, self.feed_forward_norm)
+        normed, x = context.operations.add_rms_norm(mixed, x, self.feed_forward_norm, self.epsilon)
         out, imbalance = self.feed_forward(normed, context)
         return x + out, imbalance
 
@@ -351,15 +362,17 @@ NO_MESH = Layout()
 
 
 class Model(eqx.Module):
-    """Embedding, blocks, norm, and the embedding again as head.
+    """Embedding, blocks, norm, and a head, which is the embedding again if they are tied.
 
     Attributes:
+        head: `[V, d]`, None for the embedding.
         blocks: if stacked, one for each place of the pattern, its parameters stacked over the repeats; else one for each layer.
     """
 
     embedding: jax.Array
     blocks: tuple[Block, ...]
     norm: jax.Array
+    head: jax.Array | None
     config: ModelConfig = eqx.field(static=True)
     stacked: bool = eqx.field(static=True)
 
@@ -373,8 +386,18 @@ class Model(eqx.Module):
         self.embedding = matrix(first, config.width, config.vocabulary, config.width)
         self.blocks = places if stacked else tuple(block for repeat in unstacked(places, config.repeats) for block in repeat)
         self.norm = jnp.ones(config.width)
+        self.head = None if config.tied else matrix(jax.random.fold_in(first, 1), config.width, config.vocabulary, config.width)
         self.config = config
         self.stacked = stacked
+
+    @property
+    def output(self) -> jax.Array:
+        """What hidden states are multiplied with for logits, `[V, d]`."""
+        return self.embedding if self.head is None else self.head
+
+    @staticmethod
+    def parts(model: Model) -> tuple[Any, ...]:
+        return model.embedding, model.blocks, model.norm, model.head
 
     def is_matrix(self, leaf: jax.Array) -> bool:
         """Of a parameter of blocks."""
@@ -407,7 +430,7 @@ class Model(eqx.Module):
         Products are in `dtype`: of a model that is not `compute_copy(dtype)`, a copy is made here.
         """
         tokens, labels, documents = window if isinstance(window, Packed) else Packed(window[:, :-1], window[:, 1:])
-        cos, sin = rotary(tokens.shape[1], self.config.head_size)
+        cos, sin = rotary(self.config, tokens.shape[1])
         if documents is not None:
             places = positions(documents)
             cos, sin = cos[places], sin[places]
@@ -430,8 +453,9 @@ class Model(eqx.Module):
             for first in range(0, len(blocks), size):
                 carry, _ = run(carry, blocks[first : first + size])
         x, imbalance = carry
-        hidden = operations.rms_norm(x, self.norm)
-        return operations.cross_entropy(hidden, embedding.astype(dtype), labels, layout), imbalance
+        hidden = operations.rms_norm(x, self.norm, self.config.epsilon)
+        head = embedding if self.head is None else layout.gathered_embedding(self.head)
+        return operations.cross_entropy(hidden, head.astype(dtype), labels, layout), imbalance
 
 
 def restacked(model: Model, stacked: bool) -> Model:
@@ -445,8 +469,9 @@ def restacked(model: Model, stacked: bool) -> Model:
     else:
         blocks = tuple(block for repeat in unstacked(model.blocks, config.repeats) for block in repeat)
     shapes = jax.eval_shape(lambda: Model(config, jax.random.key(0), stacked))
-    parts = model.embedding, blocks, model.norm
-    return eqx.tree_at(lambda model: (model.embedding, model.blocks, model.norm), shapes, parts)
+    return eqx.tree_at(
+        Model.parts, shapes, (model.embedding, blocks, model.norm, model.head), is_leaf=lambda part: part is None
+    )
 
 
 def positions(documents: jax.Array) -> jax.Array:
@@ -461,8 +486,12 @@ def unstacked(tree: Any, repeats: int) -> list[Any]:
     return [jax.tree.map(itemgetter(repeat), tree) for repeat in range(repeats)]
 
 
-def rotary(length: int, size: int, base: float = 10000.0) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine `[length, size / 2]` of each position times `base^(-2i / size)`."""
+def rotary(config: ModelConfig, length: int, base: float = 10000.0) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine `[length, D / 2]` of each position times `base^(-2i / D)`, or as a public model's configuration says."""
+    size = config.head_size
+    if config.public:
+        said = {"head_dim": size, **json.loads(config.public)}
+        return LlamaRotaryEmbedding.from_config(said, per_pair=True)(jnp.arange(length))
     periods = base ** (-jnp.arange(0, size, 2) / max(size, 1))
     angles = jnp.arange(length)[:, None] * periods
     return jnp.cos(angles), jnp.sin(angles)

@@ -39,17 +39,17 @@ def lean(function: Callable[..., Any], prevent_cse: bool = False) -> Callable[..
 
 
 @lean
-def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float = EPSILON) -> jax.Array:
     """`x [..., d], scale [d] -> [..., d]`."""
     wide = x.astype(FLOAT32)
-    inverse = kept(jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPSILON))
+    inverse = kept(jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon))
     return (wide * inverse * scale).astype(x.dtype)
 
 
-def add_rms_norm(x: jax.Array, residual: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+def add_rms_norm(x: jax.Array, residual: jax.Array, scale: jax.Array, epsilon: float = EPSILON) -> tuple[jax.Array, jax.Array]:
     """The norm of `x + residual`, and that sum."""
     total = x + residual
-    return rms_norm(total, scale), total
+    return rms_norm(total, scale, epsilon), total
 
 
 def rope(query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -66,10 +66,16 @@ def rope(query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array) -> tu
 
 @lean
 def qk_norm_rope(
-    query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array, query_scale: jax.Array, key_scale: jax.Array
+    query: jax.Array,
+    key: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    query_scale: jax.Array,
+    key_scale: jax.Array,
+    epsilon: float = EPSILON,
 ) -> tuple[jax.Array, jax.Array]:
     """Norm of every head over its channels, with scales `[D]`, then `rope`."""
-    return rope(rms_norm(query, query_scale), rms_norm(key, key_scale), cos, sin)
+    return rope(rms_norm(query, query_scale, epsilon), rms_norm(key, key_scale, epsilon), cos, sin)
 
 
 def attention(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None = None) -> jax.Array:

@@ -23,6 +23,7 @@ from ejkernel_train import cost, data, finite
 from ejkernel_train.checkpoint import Checkpoints
 from ejkernel_train.config import TrainConfig
 from ejkernel_train.evaluate import Evaluated, Evaluation, as_record
+from ejkernel_train.model import Model, restacked
 from ejkernel_train.resume import resume
 from ejkernel_train.sharding import placed
 from ejkernel_train.step import Compiled, State, compile_step, initialise
@@ -128,6 +129,7 @@ def run(
     held_out: data.Source | None = None,
     evaluate_every: int | None = None,
     evaluated: Callable[[Evaluated], None] = lambda found: None,
+    model: Model | None = None,
 ) -> dict[str, Any]:
     """Train one config, or compare several (see `comparison.py`), and return one record.
 
@@ -142,6 +144,7 @@ def run(
         save_every: steps between checkpoints; the last step is saved too.
         held_out: what a single config is evaluated on, after its last step and every `evaluate_every` steps.
         evaluated: called with what was found.
+        model: what a single config begins with, its blocks stacked; None for random weights.
 
     Raises:
         ValueError: several configs with checkpoints, or that differ in more; a checkpoint of all steps.
@@ -157,6 +160,9 @@ def run(
 
         return comparison.compare(configs, tokens, peak=peak, skip=skip, rounds=rounds or first.steps, progress=progress)
     build = Build(first)
+    if model is not None:
+        where = jax.tree.map(lambda leaf: leaf.sharding, build.state.model)
+        build.state = build.state._replace(model=jax.device_put(restacked(model, first.layers == "scan"), where))
     if checkpoints:
         build.state = resume(first, build.state, checkpoints)
     start = int(build.state.step)

@@ -22,7 +22,7 @@ AXES = ("data", "fsdp", "expert", "tensor")
 BATCH = ("data", "fsdp", "expert")
 
 RULES: tuple[tuple[str, P], ...] = (
-    (r"embedding", P("tensor", "fsdp")),
+    (r"(embedding|head)", P("tensor", "fsdp")),
     (r"(query|key|value|gate|up)\.weight", P("fsdp", "tensor")),
     (r"(output|down)\.weight", P("tensor", "fsdp")),
     (r"(mixed|z|beta|decay|step|router)\.weight", P("fsdp", None)),
