@@ -10,6 +10,7 @@ import jax
 
 from ejkernel_serve.config import EngineConfig
 from ejkernel_serve.engine import Engine
+from ejkernel_train import public
 from ejkernel_train.checkpoint import Checkpoints, DamagedError
 from ejkernel_train.config import DEFAULTS, TrainConfig
 from ejkernel_train.model import Model
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="what `ejkernel_train --checkpoints FOLDER` saved")
+    source.add_argument("--model-folder", type=Path, metavar="FOLDER", help="what `ejkernel_train.export` wrote")
     source.add_argument("--random", choices=list(DEFAULTS), metavar="SIZE", help="random weights of this size, to try it out")
     add("--model", choices=["llama", "moe"], default="llama")
     add("--size", choices=list(DEFAULTS), default="tiny", help="of the checkpoint's model")
@@ -62,6 +64,22 @@ def load_model(model: str, size: str, checkpoint: Path | None) -> Model:
     return restored.model
 
 
+def load_folder(folder: Path, dtype: str) -> Model:
+    """A model in public files, whose tokens are bytes.
+
+    Raises:
+        ValueError: as `public.load`, or its tokens are others.
+    """
+    try:
+        if (folder / public.TOKENIZER).is_file():
+            raise ValueError(f"it has a {public.TOKENIZER}, and only models whose tokens are bytes are served")
+        return public.load(folder, dtype)
+    except ImportError as error:
+        raise ValueError(f"--model-folder: {error}; pip install ejkernel-serve[public]") from None
+    except ValueError as error:
+        raise ValueError(f"--model-folder {folder}: {error}") from error
+
+
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     given: dict[str, Any] = {
         name: getattr(arguments, name)
@@ -75,4 +93,13 @@ def load_engine(arguments: argparse.Namespace) -> Engine:
     ValueError: as `load_model`, or sizes that do not fit.
     """
     config = engine_config(arguments)
+    if arguments.model_folder:
+        return Engine(load_folder(arguments.model_folder, config.dtype), config)
     return Engine(load_model(arguments.model, arguments.random or arguments.size, arguments.checkpoint), config)
+
+
+def name_of(arguments: argparse.Namespace) -> str:
+    """Of the model, for clients."""
+    if arguments.model_folder:
+        return arguments.model_folder.resolve().name
+    return f"{arguments.model}-{arguments.random or arguments.size}"
