@@ -22,12 +22,12 @@ def _logits(model_config: Any, length: int) -> Callable[[Model, jax.Array], jax.
     operations = choose("plain")
 
     def forward(model: Model, tokens: jax.Array) -> jax.Array:
-        context = Context(operations, Layout(), *rotary(length, model_config.head_size))
+        context = Context(operations, Layout(), *rotary(model_config, length))
         x = model.embedding[tokens][None]
         for repeat in range(model_config.repeats):
             for block in jax.tree.map(operator.itemgetter(repeat), model.blocks):
                 x, _ = block(x, context)
-        return operations.rms_norm(x[0], model.norm) @ model.embedding.T
+        return operations.rms_norm(x[0], model.norm, model_config.epsilon) @ model.output.T
 
     return jax.jit(forward)
 

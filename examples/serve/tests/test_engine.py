@@ -73,6 +73,32 @@ def test_preemption_changes_nothing(model: Model, engine_of: Engines):
     assert small[0].generated == greedy(model, prompts(1, seed=2)[0])
 
 
+@pytest.mark.parametrize("end", ["length", "stop", "text"])
+def test_bursts_change_nothing(model: Model, engine_of: Engines, end: str):
+    """Several tokens from one program: as one after the other, also of a request that ends within, beside others that go on."""
+    prompt = prompts(1, seed=4)[0]
+    expected = greedy(model, prompt)
+    stop = {"stop": (tuple(expected[3:5]),)} if end == "stop" else {}
+    found: list[list[Any]] = []
+    for burst in (1, 5, 8):
+        engine = engine_of(burst=burst)
+        if end == "text":
+            engine.scheduler.end = expected[6]
+        sampling = [
+            Sampling(max_tokens=12 - number, temperature=number / 2, seed=number, top_logprobs=2, **stop) for number in range(4)
+        ]
+        requests = [engine.submit(prompt, each) for each in sampling]
+        steps = 0
+        while engine.busy:
+            engine.step()
+            steps += 1
+        found.append([(each.generated, each.reason, [top[0][0] for top in each.top_logprobs]) for each in requests])
+        assert steps < 9 or burst == 1
+        assert engine.scheduler.cache.held == 0
+    assert found[0] == found[1] == found[2]
+    assert found[0][0][0] == expected[: {"length": 12, "stop": 5, "text": 7}[end]]
+
+
 def test_neighbours_do_not_matter(engine_of: Engines):
     """Drawn with the same seed alone, and among requests with other settings."""
     prompt, own = [256, *b"The "], Sampling(max_tokens=20, temperature=0.9, top_k=40, top_p=0.95, seed=2**63 + 11)

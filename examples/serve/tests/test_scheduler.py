@@ -12,7 +12,7 @@ from ejkernel_serve.config import EngineConfig, Sampling
 from ejkernel_serve.scheduler import Chunk, Drawn, QueueFullError, Request, Scheduler
 from ejkernel_serve.speculative import Draft
 
-SMALL = EngineConfig(pages=12, page_size=2, max_length=20, max_requests=4, max_waiting=50, buckets=(1, 6))
+SMALL = EngineConfig(pages=12, page_size=2, max_length=20, max_requests=4, max_waiting=50, buckets=(1, 6), burst=1)
 
 
 def next_token(tokens: list[int]) -> int:
@@ -37,15 +37,20 @@ class Memory:
         self.scheduler.commit(chunks, [self.compute(chunk) for chunk in chunks])
 
     def compute(self, chunk: Chunk) -> Drawn:
-        """What is drawn after the chunk and after each draft, which sees the request's tokens and the drafts that lead to it."""
-        request, size, drafts, _ = chunk
-        assert not drafts or size == 1
+        """What is drawn after the chunk and after each draft, which sees the request's tokens and the drafts that lead to it, or
+        in a burst, each after those before."""
+        request, size, drafts, _, burst = chunk
+        assert size == 1 or (not drafts and burst == 1)
         done = request.computed + size
-        places = [(request.pages[at // 2], at % 2) for at in range(done + len(drafts))]
+        places = [(request.pages[at // 2], at % 2) for at in range(done + max(len(drafts), burst - 1))]
         for at in range(request.computed, done):
             self.stored[places[at]] = request.tokens[at]
         read = [self.stored[place] for place in places[:done]]
         assert read == request.tokens[:done]
+        if burst > 1:
+            drawn = generated_alone(read, burst)
+            self.stored.update(zip(places[done:], drawn, strict=False))
+            return Drawn(drawn, [0.0] * burst)
         texts = [read]
         for at, draft in enumerate(drafts):
             self.stored[places[done + at]] = draft.token
@@ -83,7 +88,7 @@ def test_the_youngest_is_preempted_and_generates_the_same():
 
 def test_prompts_that_block_each_other():
     """Two long prompts hold all pages before either is done: the younger starts over."""
-    config = EngineConfig(pages=10, page_size=2, max_length=20, max_requests=4, buckets=(4,))
+    config = EngineConfig(pages=10, page_size=2, max_length=20, max_requests=4, buckets=(4,), burst=1)
     scheduler = Scheduler(config)
     memory = Memory(scheduler)
     requests = [scheduler.submit([start] * 18, Sampling(max_tokens=2)) for start in (1, 2)]
@@ -184,16 +189,16 @@ def guesses(tokens: Sequence[int], number: int) -> tuple[Draft, ...]:
     return trees[len(tokens) % len(trees)][:number]
 
 
-@pytest.mark.parametrize(("reuse", "drafts"), [(True, 0), (False, 0), (True, 3)])
+@pytest.mark.parametrize(("reuse", "drafts", "burst"), [(True, 0, 1), (False, 0, 1), (True, 3, 1), (True, 0, 3), (False, 0, 2)])
 @pytest.mark.unsampled
-def test_whatever_happens_no_page_is_lost_and_no_request_mixed(reuse: bool, drafts: int):
+def test_whatever_happens_no_page_is_lost_and_no_request_mixed(reuse: bool, drafts: int, burst: int):
     """500 requests, a fifth of them cancelled at random times, over pages for two or three at once."""
     chance = random.Random(0)
-    config = EngineConfig(**{**vars(SMALL), "prefix_reuse": reuse, "drafts": drafts})
+    config = EngineConfig(**{**vars(SMALL), "prefix_reuse": reuse, "drafts": drafts, "burst": burst})
     scheduler = Scheduler(config, propose=guesses)
     memory = Memory(scheduler)
     requests: list[Request] = []
-    preempted = reused = 0
+    preempted = reused = bursts = 0
     while len(requests) < 500 or scheduler.busy:
         if len(requests) < 500 and chance.random() < 0.5 and len(scheduler.waiting) < 50:
             start = chance.choice([[1, 2, 3, 4, 5], [1, 2, 3, 9], []])
@@ -204,6 +209,8 @@ def test_whatever_happens_no_page_is_lost_and_no_request_mixed(reuse: bool, draf
         chunks = scheduler.plan()
         assert sum(chunk.tokens for chunk in chunks) <= 6 and len(chunks) <= 4
         assert chunks or not scheduler.busy
+        assert len({chunk.burst for chunk in chunks}) <= 1
+        bursts += any(chunk.burst > 1 for chunk in chunks)
         scheduler.commit(chunks, [memory.compute(chunk) for chunk in chunks])
         scheduler.check()
     assert scheduler.cache.held == 0 and scheduler.cache.available == config.pages
@@ -214,5 +221,5 @@ def test_whatever_happens_no_page_is_lost_and_no_request_mixed(reuse: bool, draf
         preempted, reused = preempted + request.preemptions, reused + request.reused
     cancelled = sum(request.reason == "cancelled" for request in requests)
     assert 50 < cancelled < 250 and preempted > 50
-    assert (reused > 100) == reuse
+    assert (reused > 100) == reuse and (bursts > 100) == (burst > 1)
     assert (sum(request.accepted for request in requests) > 100) == bool(drafts)

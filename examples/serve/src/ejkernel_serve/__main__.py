@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
         "--host", default="127.0.0.1", help="there is no authentication: see the README before this is not loopback"
     )
     found.add_argument("--port", type=int, default=8000)
-    found.add_argument("--name", help="of the model, for clients; default: llama-tiny and the like")
+    found.add_argument("--name", help="of the model, for clients; default: llama-tiny and the like, or the folder's")
     found.add_argument("--chat-template", type=Path, metavar="FILE", help="in Jinja2: what the model reads of a chat")
     found.add_argument("--grace", type=int, default=10, metavar="SECONDS", help="for requests to end in after SIGTERM")
     return found
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for each in listeners:
                 each.listen()
             allow_many_files()
-            name = arguments.name or f"{arguments.model}-{arguments.random or arguments.size}"
+            name = arguments.name or models.name_of(arguments)
             grace = arguments.grace
             served = application(engine, name, template=template)
             server = uvicorn.Server(configuration(served, Limits(), timeout_graceful_shutdown=grace))

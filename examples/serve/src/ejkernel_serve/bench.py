@@ -100,6 +100,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **_versions()},
         "model": arguments.model,
         "size": arguments.random or arguments.size,
+        "name": models.name_of(arguments),
         "engine": vars(engine.config),
         "prompt_tokens": arguments.prompt,
         "max_tokens": arguments.generate,
@@ -115,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{record['model']}-{record['size']} on {record['device']}; compiled in {record['compile_seconds']:.1f} s")
+    print(f"{record['name']} on {record['device']}; compiled in {record['compile_seconds']:.1f} s")
     print("requests  tokens/s  ms to the first token  ms per token (p50, p99)")
     for row in record["rows"]:
         first, each = row["first_token_seconds"], row["token_seconds"]

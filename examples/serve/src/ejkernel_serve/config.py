@@ -31,7 +31,7 @@ class EngineConfig:
     max_requests: int = 64
     max_waiting: int = 256
     buckets: tuple[int, ...] = (1, 4, 16, 64, 256)
-    burst: int = 4
+    burst: int = 8
     drafts: int = 0
     prefix_reuse: bool = True
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -50,14 +50,9 @@ class EngineConfig:
             raise ValueError(f"pages is {self.pages}; a request of max_length={self.max_length} needs {self.table}")
 
     @property
-    def positions(self) -> int:
-        """Tokens of the longest request, and those of a burst that its end wastes."""
-        return self.max_length + self.burst - 1
-
-    @property
     def table(self) -> int:
         """Pages of the longest request."""
-        return -(-self.positions // self.page_size)
+        return -(-self.max_length // self.page_size)
 
     @property
     def capacity(self) -> int:

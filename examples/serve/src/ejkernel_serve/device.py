@@ -107,17 +107,21 @@ class Weights(eqx.Module):
     """A model as its products read it.
 
     Attributes:
-        embedding: `[V, d]`, also the head.
+        embedding: `[V, d]`.
         layers: in their order.
         norm: `[d]`, before the head.
+        head: `[V, d]`; None where the embedding is it.
         cos, sin: `[positions, D / 2]`.
+        epsilon: of the norm.
     """
 
     embedding: jax.Array
     layers: tuple[Layer, ...]
     norm: jax.Array
+    head: jax.Array | None
     cos: jax.Array
     sin: jax.Array
+    epsilon: float = eqx.field(static=True)
 
 
 def prepare(model: Model, dtype: str, positions: int) -> Weights:
@@ -133,7 +137,8 @@ def prepare(model: Model, dtype: str, positions: int) -> Weights:
     if config.vocabulary < TOKENS:
         raise ValueError(f"the model has a vocabulary of {config.vocabulary}; bytes and a mark need {TOKENS}")
     layers = tuple(layers_of(model.compute_copy(dtype)))
-    return Weights(model.embedding.astype(dtype), layers, model.norm, *rotary(positions, config.head_size))
+    embedding, head = model.embedding.astype(dtype), None if model.head is None else model.head.astype(dtype)
+    return Weights(embedding, layers, model.norm, head, *rotary(config, positions), config.epsilon)
 
 
 def empty_pages(config: ModelConfig, pages: int, page_size: int, dtype: str) -> Pages:
@@ -153,8 +158,8 @@ def step(weights: Weights, pages: Pages, batch: Batch, top: int = 0) -> tuple[Pa
     run = jax.jit(_block)  # so that the layers are traced and lowered once
     for number, layer in enumerate(weights.layers):
         x, pages = run(layer, x, angles, pages, batch, jnp.int32(number * per_layer))
-    rows = choose("ejkernel").rms_norm(x[0, batch.rows], weights.norm)
-    logits = jnp.einsum("sd,vd->sv", rows, weights.embedding)
+    rows = choose("ejkernel").rms_norm(x[0, batch.rows], weights.norm, weights.epsilon)
+    logits = jnp.einsum("sd,vd->sv", rows, weights.embedding if weights.head is None else weights.head)
     return pages, _draw(logits, batch, top)
 
 
@@ -173,7 +178,7 @@ def steps(weights: Weights, pages: Pages, batch: Batch, number: int, top: int = 
         following = batch._replace(
             tokens=jnp.asarray(batch.tokens).at[: len(draws.tokens)].set(draws.tokens.clip(min=0)),
             positions=batch.positions + 1,
-            lengths=batch.lengths + (batch.lengths > 0),
+            lengths=batch.lengths + (batch.lengths > 0).astype(jnp.int32),
             drawn=batch.drawn + 1,
         )
         return (pages, following), draws

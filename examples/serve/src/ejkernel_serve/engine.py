@@ -35,7 +35,7 @@ class Engine:
         self.config = config
         self.scheduler = Scheduler(config, end=START)
         self._lock = threading.Lock()
-        weights = device.prepare(model, config.dtype, config.positions)
+        weights = device.prepare(model, config.dtype, config.max_length)
         pages = device.empty_pages(model.config, config.pages, config.page_size, config.dtype)
         # placed, as restored weights are: with pages that were not, the first step's program would be another than later ones'
         self._weights, self._pages = jax.device_put((weights, pages), jax.devices()[0])

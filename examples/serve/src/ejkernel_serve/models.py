@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,19 @@ import jax
 
 from ejkernel_serve.config import EngineConfig
 from ejkernel_serve.engine import Engine
+from ejkernel_train import public
 from ejkernel_train.checkpoint import Checkpoints, DamagedError
 from ejkernel_train.config import DEFAULTS, TrainConfig
-from ejkernel_train.model import Model, with_stacked_blocks
-from ejkernel_train.step import State, initialise
+from ejkernel_train.model import Model
+from ejkernel_train.resume import resume
+from ejkernel_train.step import initialise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="what `ejkernel_train --checkpoints FOLDER` saved")
+    source.add_argument("--model-folder", type=Path, metavar="FOLDER", help="what `ejkernel_train.export` wrote")
     source.add_argument("--random", choices=list(DEFAULTS), metavar="SIZE", help="random weights of this size, to try it out")
     add("--model", choices=["llama", "moe"], default="llama")
     add("--size", choices=list(DEFAULTS), default="tiny", help="of the checkpoint's model")
@@ -54,26 +55,30 @@ def load_model(model: str, size: str, checkpoint: Path | None) -> Model:
         raise ValueError(f"--checkpoint: {error}; pip install ejkernel-serve[checkpoints]") from None
     with opened as checkpoints:
         try:
-            restored = _restored(checkpoints, config)
+            restored = resume(config, initialise(config), checkpoints)
         except DamagedError as error:
             raise ValueError(f"--checkpoint: {error}") from error
         except ValueError as error:
             raise ValueError(f"--checkpoint {checkpoint} is not of --model {model} --size {size}: {error}") from error
     if not int(restored.step):
         raise ValueError(f"--checkpoint {checkpoint} has no checkpoint")
-    return with_stacked_blocks(restored.model)
+    return restored.model
 
 
-def _restored(checkpoints: Checkpoints, config: TrainConfig) -> State:
-    """Of a run with `--layers scan` or `--layers unroll`."""
+def load_folder(folder: Path, dtype: str) -> Model:
+    """A model in public files, whose tokens are bytes.
+
+    Raises:
+        ValueError: as `public.load`, or its tokens are others.
+    """
     try:
-        return checkpoints.restore(initialise(config))
-    except DamagedError:
-        raise
+        if (folder / public.TOKENIZER).is_file():
+            raise ValueError(f"it has a {public.TOKENIZER}, and only models whose tokens are bytes are served")
+        return public.load(folder, dtype)
+    except ImportError as error:
+        raise ValueError(f"--model-folder: {error}; pip install ejkernel-serve[public]") from None
     except ValueError as error:
-        with contextlib.suppress(DamagedError, ValueError):
-            return checkpoints.restore(initialise(dataclasses.replace(config, layers="unroll")))
-        raise error
+        raise ValueError(f"--model-folder {folder}: {error}") from error
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
@@ -89,4 +94,13 @@ def load_engine(arguments: argparse.Namespace) -> Engine:
     ValueError: as `load_model`, or sizes that do not fit.
     """
     config = engine_config(arguments)
+    if arguments.model_folder:
+        return Engine(load_folder(arguments.model_folder, config.dtype), config)
     return Engine(load_model(arguments.model, arguments.random or arguments.size, arguments.checkpoint), config)
+
+
+def name_of(arguments: argparse.Namespace) -> str:
+    """Of the model, for clients."""
+    if arguments.model_folder:
+        return arguments.model_folder.resolve().name
+    return f"{arguments.model}-{arguments.random or arguments.size}"

@@ -266,16 +266,20 @@ class Scheduler:
         return chunks
 
     def _burst(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Let the requests have some tokens each if all decode, none's logits depend on them, and there are pages for all."""
-        number = self.config.burst
-        alone = all(each.size == each.request.remaining == 1 and not each.request.sampling.adjusts for each in chunks)
-        if number == 1 or not alone or all(each.request.longest - len(each.request.tokens) == 1 for each in chunks):
+        """Let requests that all decode have some tokens each, if their logits are not adjusted and there is room for all."""
+        number, requests = self.config.burst, [chunk.request for chunk in chunks]
+        if (
+            number == 1
+            or any(request.remaining > 1 or request.sampling.adjusts for request in requests)
+            or any(request.computed + number > self.config.max_length for request in requests)
+            or all(len(request.tokens) + 1 == request.longest for request in requests)
+        ):
             return chunks
-        pages = [self.cache.pages_of(each.request.computed + number) - len(each.request.pages) for each in chunks]
-        if sum(pages) > self.cache.available:
+        missing = [self.cache.pages_of(request.computed + number) - len(request.pages) for request in requests]
+        if sum(max(each, 0) for each in missing) > self.cache.available:
             return chunks
-        for chunk, missing in zip(chunks, pages, strict=True):
-            chunk.request.pages += self.cache.take(max(missing, 0))
+        for request in requests:
+            self._extend(request, number)
         return [chunk._replace(burst=number) for chunk in chunks]
 
     def _follow(self, chunk: Chunk, drawn: Drawn) -> list[int] | None:

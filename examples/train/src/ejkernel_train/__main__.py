@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 
-from ejkernel_train import checks, data, report
+from ejkernel_train import checks, data, public, report
 from ejkernel_train.checkpoint import Checkpoints
 from ejkernel_train.config import DEFAULTS, MODELS, TrainConfig
+from ejkernel_train.evaluate import Evaluated
 from ejkernel_train.finite import NotFiniteError
 from ejkernel_train.operations import MODULES, Operations
 
@@ -55,6 +56,28 @@ def parser() -> argparse.ArgumentParser:
     add("--processes", type=int, help="how many, with --coordinator; a cluster that JAX knows needs neither this nor --process")
     add("--process", type=int, help="which one this is, from 0")
     add("--text", type=Path, nargs="+", default=(), metavar="FILE", help="what to learn; default: the help texts of Python")
+    add(
+        "--data",
+        type=Path,
+        nargs="+",
+        default=(),
+        metavar="PATH",
+        help="files or folders of documents, packed into rows; not --text",
+    )
+    add(
+        "--held-out",
+        type=share_or_path,
+        metavar="SHARE|PATH",
+        help="evaluate on a share of what there is to learn, or on other files",
+    )
+    add("--evaluate-every", type=int, metavar="STEPS", help="on what is held out; default: after the last step")
+    add(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FOLDER",
+        help="begin with a public model's config.json and safetensors instead of --model and --size",
+    )
     add("--checkpoints", type=Path, metavar="FOLDER", help="save the run there, and go on from what is there")
     add("--save-every", type=int, default=100, metavar="STEPS")
     add("--peak", type=float, help="operations per second of a device, which the share is of; default: its dense bfloat16")
@@ -67,13 +90,46 @@ def configure(arguments: argparse.Namespace) -> list[TrainConfig]:
     names = {field.name for field in dataclasses.fields(TrainConfig)} - {"plain"}
     given: dict[str, Any] = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     plain = tuple(name for name in arguments.plain.split(",") if name)
-    config = TrainConfig(**{**DEFAULTS[arguments.size], **given, "plain": plain})  # pyright: ignore[reportArgumentType]
+    given = {**DEFAULTS[arguments.size], **given, "plain": plain, "packed": bool(arguments.data)}
+    if arguments.source:
+        given["given"] = public.read_config(arguments.source)
+    config = TrainConfig(**given)
     if not arguments.compare:
         return [config]
     builds = arguments.compare.split(",")
     if unknown := sorted({*builds} - {*MODULES}):
         raise ValueError(f"--compare has {', '.join(unknown)}; name builds of {', '.join(MODULES)}")
     return [dataclasses.replace(config, kernels=name, plain=plain if name == "ejkernel" else ()) for name in builds]
+
+
+def share_or_path(text: str) -> float | Path:
+    try:
+        return float(text)
+    except ValueError:
+        return Path(text)
+
+
+def load(arguments: argparse.Namespace, length: int) -> tuple[data.Source, data.Source | None]:
+    """What is learnt, and what is held out."""
+    apart = arguments.held_out
+    if not arguments.data:
+        learnt, held = data.load(arguments.text), None
+        if isinstance(apart, float):
+            learnt, held = data.without(learnt, apart)
+        elif apart is not None:
+            held = data.load(data.files_of(apart))
+        if held is not None and len(held) < 2:
+            raise ValueError(f"--held-out {apart} has {len(held)} tokens; give at least 2")
+        return learnt, held
+    encoding = public.encoding(arguments.source) if arguments.source else data.BYTES
+    found, held = data.documents(arguments.data, encoding), None
+    if isinstance(apart, float):
+        found, held = data.without(found, apart)
+        if not held:
+            raise ValueError(f"--held-out is {apart} of {len(found)} documents; give more")
+    elif apart is not None:
+        held = data.documents([apart], encoding)
+    return data.pack(found, length), None if held is None else data.pack(held, length)
 
 
 def show(record: dict[str, Any]) -> None:
@@ -104,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.coordinator:
             jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.process)
         checks.check_arguments(arguments)
-        configs, tokens = configure(arguments), data.load(arguments.text)
+        configs = configure(arguments)
+        tokens, held_out = load(arguments, configs[0].length)
         checks.check_configs(configs, tokens)
         with _checkpoints(arguments.checkpoints, checks.settings(configs[0], tokens)) as checkpoints:
             record = report.run(
@@ -115,6 +172,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 progress=_progress(configs[0].steps),
                 checkpoints=checkpoints,
                 save_every=arguments.save_every,
+                held_out=held_out,
+                evaluate_every=arguments.evaluate_every,
+                evaluated=_say_evaluated,
+                model=public.load(arguments.source, float8=configs[0].float8) if arguments.source else None,
             )
     except NotFiniteError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -140,6 +201,14 @@ def _checkpoints(folder: Path | None, settings: dict[str, Any]) -> contextlib.Ab
         return Checkpoints(folder, settings=settings)
     except ImportError as error:
         raise ValueError(f"--checkpoints: {error}; pip install ejkernel-train[checkpoints]") from None
+
+
+def _say_evaluated(found: Evaluated) -> None:
+    if not jax.process_index():
+        text = (
+            f"step {found.step:>5}  held out: loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, {found.labels} labels"
+        )
+        print(text, flush=True)
 
 
 def _progress(steps: int) -> Any:

@@ -6,6 +6,7 @@ with flipped bits without a word.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -22,7 +23,10 @@ Tree = TypeVar("Tree")
 SEAL = "checksums.json"
 """In the folder of a checkpoint: its files with their SHA-256, and the run's settings."""
 
-DECISIVE = ("--model", "--size", "--repeats", "--layers", "--float8")
+SIZES = "sizes"
+"""Of the settings: the fields of the run's `ModelConfig`, which arrays are compared by and not these."""
+
+DECISIVE = ("--model", "--size", "--repeats", "--float8")
 """Settings without which a checkpoint's arrays are no state of the run; others change how the run goes on."""
 
 
@@ -47,7 +51,7 @@ class Checkpoints:
         self._damaged: list[int] = []
         self._sealing: threading.Thread | None = None
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._manager = ocp.CheckpointManager(self._folder, item_handlers=ocp.StandardCheckpointHandler(), options=options)
 
     def save(self, step: int, state: Any) -> None:
         """Writes in the background; leaving the context waits for it."""
@@ -62,8 +66,16 @@ class Checkpoints:
         """Those that are there, damaged or not, the newest first."""
         return sorted(self._manager.all_steps(), reverse=True)
 
-    def restore(self, state: Tree) -> Tree:
-        """The newest whole checkpoint with the shapes, dtypes and shardings of `state`; `state` itself if there is none at all.
+    def saved_settings(self) -> dict[str, Any]:
+        """Those of the newest checkpoint that has any."""
+        for step in self.steps():
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                return json.loads((self._folder / str(step) / SEAL).read_text())["settings"]
+        return {}
+
+    def restore(self, state: Tree, *others: Tree) -> Tree:
+        """The newest whole checkpoint with the shapes, dtypes and shardings of `state`, or of one of the `others`, which may be
+        abstract, if its arrays have their names and shapes; `state` itself if there is none at all.
 
         Says on stderr which ones are damaged, and which of the run's settings are not those of the checkpoint.
 
@@ -76,7 +88,7 @@ class Checkpoints:
             problem, seal = self._damage(step)
             if problem is None:
                 self._compare(step, seal)
-                problem, found = self._read(step, state, sealed=seal is not None)
+                problem, found = self._read(step, self._form(step, (state, *others)), sealed=seal is not None)
                 if problem is None:
                     for each in problems:
                         _warn(f"{each}; going on from step {step}")
@@ -116,6 +128,15 @@ class Checkpoints:
         if not sealed:
             _warn(f"the checkpoint of step {step} has no {SEAL}, so damage of its arrays would not be noticed")
         return None, jax.tree.unflatten(jax.tree.structure(state), [found[name] for name in _named(state)])
+
+    def _form(self, step: int, forms: tuple[Tree, ...]) -> Tree:
+        """The one with the names and shapes of the checkpoint's arrays, or the first."""
+        try:
+            stored = {name: tuple(leaf.shape) for name, leaf in self._manager.item_metadata(step).items()}
+        except Exception:  # noqa: BLE001 reading the arrays will say what is wrong
+            return forms[0]
+        fits = (form for form in forms if {name: tuple(leaf.shape) for name, leaf in _named(form).items()} == stored)
+        return next(fits, forms[0])
 
     def _seal(self, step: int) -> None:
         """Write the sums of a checkpoint when Orbax has written it."""
@@ -157,7 +178,7 @@ class Checkpoints:
             return
         for option, was in seal.get("settings", {}).items():
             now = self._settings.get(option, was)
-            if now == was:
+            if now == was or option == SIZES:
                 continue
             message = f"the checkpoint of step {step} is of a run with {option} {was}, and this one has {now}"
             if option in DECISIVE:
@@ -186,8 +207,10 @@ def _named(state: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
-def _abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+def _abstract(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Where no sharding is given, on the first device: Orbax would ask for those that it was saved from."""
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _files(folder: Path) -> list[str]:

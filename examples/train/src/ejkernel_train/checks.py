@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
+import json
 import math
 import os
 from collections.abc import Sequence
@@ -12,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from ejkernel_train.checkpoint import SIZES
 from ejkernel_train.config import TrainConfig
+from ejkernel_train.data import Packed, Source
 from ejkernel_train.operations import choose
 from ejkernel_train.step import check_mesh
 
@@ -21,7 +25,6 @@ _SAID = (
         "model",
         "size",
         "repeats",
-        "layers",
         "float8",
         "seed",
         "batch",
@@ -35,7 +38,7 @@ _SAID = (
     ),
     *("weight_decay", "clip", "on_nonfinite"),
 )
-"""Fields of `TrainConfig` that a run's losses, or how its parameters are kept, depend on."""
+"""Fields of `TrainConfig` that a run's losses depend on."""
 
 
 def check_processes(arguments: argparse.Namespace) -> None:
@@ -69,8 +72,29 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--save-every is {arguments.save_every}; give at least 1 step")
     if arguments.peak is not None and not 0 < arguments.peak < math.inf:
         raise ValueError(f"--peak is {arguments.peak}; give a finite number of operations per second above 0")
+    if arguments.evaluate_every is not None and arguments.evaluate_every < 1:
+        raise ValueError(f"--evaluate-every is {arguments.evaluate_every}; give at least 1 step")
+    if arguments.evaluate_every is not None and arguments.held_out is None:
+        raise ValueError("--evaluate-every needs --held-out, which says on what")
+    if arguments.compare and arguments.held_out is not None:
+        raise ValueError("one build is evaluated; leave out either --held-out or --compare")
+    if isinstance(arguments.held_out, float) and not 0 < arguments.held_out < 1:
+        raise ValueError(f"--held-out is {arguments.held_out}; give a share between 0 and 1, or a file or folder")
+    if isinstance(arguments.held_out, Path) and not os.access(arguments.held_out, os.R_OK):
+        raise ValueError(f"--held-out {arguments.held_out} is no file or folder that can be read")
     if arguments.compare and arguments.checkpoints:
         raise ValueError("--checkpoints are of one build; leave out either it or --compare")
+    if arguments.source:
+        for name, clashes in {"compare": arguments.compare, "repeats": arguments.repeats}.items():
+            if clashes:
+                raise ValueError(f"--from has its own sizes and weights; leave out either it or --{name}")
+        if not arguments.data:
+            raise ValueError("--from is of a model with its own tokens; give documents with --data")
+    if arguments.data and arguments.text:
+        raise ValueError("--data are documents and --text is one text; give one of them")
+    for path in arguments.data:
+        if not os.access(path, os.R_OK):
+            raise ValueError(f"--data {path} is no file or folder that can be read")
     for file in arguments.text:
         if not file.is_file() or not os.access(file, os.R_OK):
             raise ValueError(f"--text {file} is no file that can be read")
@@ -82,25 +106,30 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         _check_checkpoints(arguments.checkpoints)
 
 
-def check_configs(configs: Sequence[TrainConfig], tokens: np.ndarray) -> None:
+def check_configs(configs: Sequence[TrainConfig], tokens: Source) -> None:
     """Raises:
     ValueError: too little text, an unknown operation, or a mesh that does not fit the batch or the model.
     """
     first = configs[0]
-    if len(tokens) <= first.length:
+    if not isinstance(tokens, Packed) and len(tokens) <= first.length:
         raise ValueError(
             f"--length is {first.length}, and a window needs a token more; the text has {len(tokens)}: give more with --text"
         )
+    if (largest := int(np.max(tokens.tokens if isinstance(tokens, Packed) else tokens))) >= first.sizes.vocabulary:
+        raise ValueError(f"the text has the token {largest}, and the model knows {first.sizes.vocabulary}")
     for config in configs:
         choose(config.kernels, config.plain)
         check_mesh(config)
 
 
-def settings(config: TrainConfig, tokens: np.ndarray) -> dict[str, Any]:
+def settings(config: TrainConfig, tokens: Source) -> dict[str, Any]:
     """By option, all that a run's losses depend on."""
     found: dict[str, Any] = {f"--{name.replace('_', '-')}": getattr(config, name) for name in _SAID}
-    digest = hashlib.sha256(np.ascontiguousarray(tokens)).hexdigest()
-    return {**found, "--plain": ",".join(config.plain), "--text": f"{len(tokens)} tokens, SHA-256 {digest[:16]}"}
+    arrays = [np.ascontiguousarray(each) for each in (tokens if isinstance(tokens, Packed) else (tokens,))]
+    digest = hashlib.sha256(b"".join(each.tobytes() for each in arrays)).hexdigest()
+    text = f"{arrays[0].size} tokens, SHA-256 {digest[:16]}"
+    sizes = json.loads(json.dumps(dataclasses.asdict(config.sizes)))  # as they are read again
+    return {**found, "--plain": ",".join(config.plain), "--data" if config.packed else "--text": text, SIZES: sizes}
 
 
 def _check_checkpoints(folder: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ejkernel_train import data, report
 from ejkernel_train.config import TrainConfig
@@ -33,7 +32,7 @@ MAGNIFIED = 3
 
 def compare(
     configs: Sequence[TrainConfig],
-    tokens: np.ndarray,
+    tokens: data.Source,
     *,
     peak: float | None,
     skip: int,
@@ -102,7 +101,7 @@ def failure(config: TrainConfig, error: Exception) -> dict[str, Any]:
     return {"kernels": config.kernels, "plain": list(config.plain), "error": f"{type(error).__name__}: {error}"[:500]}
 
 
-def learn(build: report.Build, state: State, tokens: np.ndarray, progress: Callable[..., None]) -> Any:
+def learn(build: report.Build, state: State, tokens: data.Source, progress: Callable[..., None]) -> Any:
     """All steps of a build by itself. Returns its first gradients, up to a factor that all builds share."""
     config = build.config
     gradients: Any = None
@@ -135,7 +134,7 @@ def agreement(build: report.Build, first: report.Build, distance: float) -> dict
     return {"with": first.config.kernels, "loss": loss, "gradient": distance, "most": most, "agrees": agrees}
 
 
-def timed(builds: Sequence[report.Build], state: State, tokens: np.ndarray, rounds: int) -> tuple[list[list[float]], State]:
+def timed(builds: Sequence[report.Build], state: State, tokens: data.Source, rounds: int) -> tuple[list[list[float]], State]:
     """Seconds of each build's steps, in turns."""
     config, number = builds[0].config, len(builds)
     seconds: list[list[float]] = [[] for _ in builds]

@@ -16,7 +16,7 @@ class ModelConfig:
     Attributes:
         pattern: the token mixers of consecutive blocks; `layers` is a multiple of its length.
         width: channels of the residual stream.
-        vocabulary: rows of the embedding, which is the head too.
+        vocabulary: rows of the embedding and the head.
         heads, key_heads, head_size: of attention; each key head serves `heads / key_heads` query heads.
         hidden: channels of the feed-forward layer, of each expert where there are any; 0 for blocks without one.
         experts, experts_per_token: of the mixture; 0 experts for a dense feed-forward layer.
@@ -25,6 +25,11 @@ class ModelConfig:
         state_size, groups: of the state space: channels of B and C, and heads of B and C.
         filter: tokens that the short causal convolution sees.
         float8: large linear layers multiply in float8 with delayed scales.
+        tied: the embedding is the head too, and there is no other.
+        qk_norm: heads of queries and keys are normed before they are turned, as in Qwen3.
+        epsilon: of norms over the width, and of queries and keys.
+        public: what `config.json` of a public model says of its rotation and of the tokens around a document, as JSON, so that it
+            can be hashed; "": base 10000, and the mark of `data.py`.
     """
 
     pattern: tuple[Mixer, ...]
@@ -45,6 +50,10 @@ class ModelConfig:
     groups: int = 1
     filter: int = 4
     float8: bool = False
+    tied: bool = True
+    qk_norm: bool = False
+    epsilon: float = 1e-6
+    public: str = ""
 
     def __post_init__(self) -> None:
         if self.layers % len(self.pattern):
@@ -61,6 +70,7 @@ class TrainConfig:
 
     Attributes:
         model, size: a name of `MODELS`, and one of its sizes.
+        given: sizes in the place of these, as those of a public model.
         repeats: how often the model's pattern of blocks comes; None for as often as its size says.
         kernels: "ejkernel", "plain" for the same model in plain JAX, or "peers" for it by the best kernels of others.
         plain: operations that stay in plain JAX with kernels="ejkernel".
@@ -71,11 +81,13 @@ class TrainConfig:
         remat: what the backward computes again: nothing ("none"), all but products of weights ("dots"), whole blocks ("full").
         mesh: axes and their devices, "data=2,fsdp=2,tensor=2"; "" for one device. See `sharding.py`.
         layers: "scan" compiles one repeat of the pattern, whose parameters are stacked; "unroll" all of them, each with its own.
+        packed: rows are of packed documents, as `data.pack` makes them, and not windows of one text.
         on_nonfinite: what a step does whose loss or gradient is not finite: end the run ("stop"), or change nothing ("skip").
     """
 
     model: str = "llama"
     size: str = "tiny"
+    given: ModelConfig | None = None
     repeats: int | None = None
     kernels: Literal["ejkernel", "plain", "peers"] = "ejkernel"
     plain: tuple[str, ...] = ()
@@ -93,6 +105,7 @@ class TrainConfig:
     remat: Literal["none", "dots", "full"] = "none"
     layers: Literal["scan", "unroll"] = "scan"
     mesh: str = ""
+    packed: bool = False
     on_nonfinite: Literal["stop", "skip"] = "stop"
 
     def __post_init__(self) -> None:
@@ -115,7 +128,7 @@ class TrainConfig:
 
     @property
     def sizes(self) -> ModelConfig:
-        sizes = MODELS[self.model][self.size]
+        sizes = self.given or MODELS[self.model][self.size]
         layers = sizes.layers if self.repeats is None else self.repeats * len(sizes.pattern)
         return dataclasses.replace(sizes, layers=layers, float8=self.float8)
 

@@ -29,7 +29,8 @@ def active_parameters(model: Model) -> float:
     config = model.config
     mixtures = [block.feed_forward for block in model.blocks if isinstance(block.feed_forward, Experts)]
     experts = sum(parameters((mixture.gate, mixture.up, mixture.down)) for mixture in mixtures)
-    return parameters(model) - (experts * (1 - config.experts_per_token / config.experts) if experts else 0)
+    looked_up = 0 if model.head is None else parameters(model.embedding)
+    return parameters(model) - looked_up - (experts * (1 - config.experts_per_token / config.experts) if experts else 0)
 
 
 def mixer_operations(config: ModelConfig, mixer: str, length: int) -> float:
@@ -47,7 +48,7 @@ def mixer_operations(config: ModelConfig, mixer: str, length: int) -> float:
 def step_operations(config: TrainConfig, model: Model) -> float:
     """`6 N` for every token, N the parameters that multiply it, and three times the forward of the mixers.
 
-    The embedding counts once, as the head.
+    The head counts, the lookup in the embedding does not.
     """
     sizes = config.sizes
     mixers = sizes.repeats * sum(mixer_operations(sizes, mixer, config.length) for mixer in sizes.pattern)

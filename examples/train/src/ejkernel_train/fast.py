@@ -16,12 +16,12 @@ from ejkernel_train.sharding import BATCH, Layout
 feed_forward = plain.feed_forward  # in operations: products are XLA's
 
 
-def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return ejkernel.rms_norm(x, scale, epsilon=EPSILON)
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float = EPSILON) -> jax.Array:
+    return ejkernel.rms_norm(x, scale, epsilon=epsilon)
 
 
-def add_rms_norm(x: jax.Array, residual: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return ejkernel.fused_add_rms_norm(x, residual, scale, epsilon=EPSILON)
+def add_rms_norm(x: jax.Array, residual: jax.Array, scale: jax.Array, epsilon: float = EPSILON) -> tuple[jax.Array, jax.Array]:
+    return ejkernel.fused_add_rms_norm(x, residual, scale, epsilon=epsilon)
 
 
 def rope(query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -29,13 +29,20 @@ def rope(query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array) -> tu
 
 
 def qk_norm_rope(
-    query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array, query_scale: jax.Array, key_scale: jax.Array
+    query: jax.Array,
+    key: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    query_scale: jax.Array,
+    key_scale: jax.Array,
+    epsilon: float = EPSILON,
 ) -> tuple[jax.Array, jax.Array]:
-    return ejkernel.fused_qk_norm_rope(query, key, cos, sin, query_scale, key_scale, epsilon=EPSILON)
+    return ejkernel.fused_qk_norm_rope(query, key, cos, sin, query_scale, key_scale, epsilon=epsilon)
 
 
-def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    return ejkernel.flash_attention(query, key, value, causal=True)
+def attention(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None = None) -> jax.Array:
+    info = None if documents is None else ejkernel.MaskInfo.from_segments(documents)
+    return ejkernel.flash_attention(query, key, value, causal=True, mask_info=info)
 
 
 def cross_entropy(hidden: jax.Array, embedding: jax.Array, labels: jax.Array, layout: Layout) -> jax.Array:
@@ -47,16 +54,18 @@ def cross_entropy(hidden: jax.Array, embedding: jax.Array, labels: jax.Array, la
     return ejkernel.fused_cross_entropy(logits, labels, mesh=layout.mesh, in_specs=specs, out_specs=P()).loss
 
 
-def causal_conv1d(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return ejkernel.causal_conv1d(x, weight, activation="silu")
+def causal_conv1d(x: jax.Array, weight: jax.Array, documents: jax.Array | None = None) -> jax.Array:
+    return ejkernel.causal_conv1d(x, weight, activation="silu", seg_ids=documents)
 
 
 def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array) -> jax.Array:
     return ejkernel.gated_rms_norm(x, gate, scale, norm_before_gate=True, epsilon=EPSILON)
 
 
-def gated_delta_rule(query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, decay: jax.Array) -> jax.Array:
-    return ejkernel.gated_delta_rule(query, key, value, beta, decay=decay)
+def gated_delta_rule(
+    query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, decay: jax.Array, documents: jax.Array | None = None
+) -> jax.Array:
+    return ejkernel.gated_delta_rule(query, key, value, beta, decay=decay, seg_ids=documents)
 
 
 def gated_state_space(
@@ -69,8 +78,9 @@ def gated_state_space(
     dt_bias: jax.Array,
     gate: jax.Array,
     scale: jax.Array,
+    documents: jax.Array | None = None,
 ) -> jax.Array:
-    out, _, _ = ejkernel.state_space_v2(x, A, B, C, D, dt, dt_bias=dt_bias, dt_softplus=True)
+    out, _, _ = ejkernel.state_space_v2(x, A, B, C, D, dt, dt_bias=dt_bias, dt_softplus=True, seg_ids=documents)
     return ejkernel.gated_rms_norm(out.reshape(gate.shape), gate, scale, norm_before_gate=False, epsilon=EPSILON)
 
 

@@ -6,29 +6,37 @@ runs over.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from ejkernel import LlamaRotaryEmbedding
 from ejkernel_train import plain
 from ejkernel_train.config import ModelConfig
+from ejkernel_train.data import Packed
 from ejkernel_train.float8 import Float8, initial_scales, linear
 from ejkernel_train.operations import Operations
 from ejkernel_train.sharding import BATCH, Layout
 
+Arrays: TypeAlias = tuple[jax.Array, ...]
+
 
 class Context(NamedTuple):
-    """What all blocks share: the operations, the mesh, and cosine and sine of every position `[T, D / 2]`."""
+    """What all blocks share: the operations, the mesh, cosine and sine of every position `[T, D / 2]`, and of packed rows
+    which document each token is of, `[B, T]`; then cosine and sine are `[B, T, D / 2]`."""
 
     operations: Operations
     layout: Layout
     cos: jax.Array
     sin: jax.Array
+    documents: jax.Array | None = None
 
     @property
     def float8(self) -> Float8:
@@ -36,6 +44,10 @@ class Context(NamedTuple):
         operations = self.operations
         quantize = operations.quantize_float8 if self.layout.mesh is None else plain.quantize_float8
         return Float8(operations.scaled_matmul, quantize)
+
+    def attend(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        borders = () if self.documents is None else (self.documents,)
+        return self.operations.attention(query, key, value, *borders)
 
 
 def matrix(key: jax.Array, fan_in: int, *shape: int) -> jax.Array:
@@ -65,12 +77,14 @@ class Linear(eqx.Module):
 
 
 class Attention(eqx.Module):
-    """Causal attention with grouped key heads and rotary positions, as in Llama."""
+    """Causal attention with grouped key heads and rotary positions, as in Llama; with normed heads as in Qwen3."""
 
     query: Linear
     key: Linear
     value: Linear
     output: Linear
+    query_scale: jax.Array | None
+    key_scale: jax.Array | None
     config: ModelConfig = eqx.field(static=True)
 
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
@@ -80,6 +94,7 @@ class Attention(eqx.Module):
         self.key = Linear(keys[1], config.width, shared, config.float8)
         self.value = Linear(keys[2], config.width, shared, config.float8)
         self.output = Linear(keys[3], inner, config.width, config.float8)
+        self.query_scale, self.key_scale = jnp.ones((2, config.head_size)) if config.qk_norm else (None, None)
         self.config = config
 
     def project(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -89,8 +104,12 @@ class Attention(eqx.Module):
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         query, key, value = self.project(x, context)
-        query, key = context.operations.rope(query, key, context.cos, context.sin)
-        attended = context.operations.attention(query, key, value)
+        if self.query_scale is None:
+            query, key = context.operations.rope(query, key, context.cos, context.sin)
+        else:
+            norms = self.query_scale, self.key_scale, self.config.epsilon
+            query, key = context.operations.qk_norm_rope(query, key, context.cos, context.sin, *norms)
+        attended = context.attend(query, key, value)
         return self.output(attended.reshape(*x.shape[:2], -1), context)
 
 
@@ -140,26 +159,37 @@ class Experts(eqx.Module):
         along "expert", and they sum what their experts made. No token is dropped, however many choose the same expert.
         """
         hidden = P("expert", None, "tensor")
-        specs = P(BATCH), P(), hidden, hidden, P("expert", "tensor")
+        specs = P(BATCH), P(BATCH), P(), hidden, hidden, P("expert", "tensor")
         mix = context.layout.on_each_device(partial(self.mix, context), specs, (P(BATCH), P()))
-        return mix(x, self.router, self.gate, self.up, self.down)
+        return mix(x, context.documents, self.router, self.gate, self.up, self.down)
 
     def mix(
-        self, context: Context, x: jax.Array, router: Linear, gate: jax.Array, up: jax.Array, down: jax.Array
+        self,
+        context: Context,
+        x: jax.Array,
+        documents: jax.Array | None,
+        router: Linear,
+        gate: jax.Array,
+        up: jax.Array,
+        down: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """Of one device's tokens `[B, T, d]`."""
+        """Of one device's tokens `[B, T, d]`. What stands after the last document of a row goes to no expert."""
         operations, layout, experts, held = context.operations, context.layout, self.config.experts, len(gate)
         tokens = layout.of_all_expert_devices(x.reshape(-1, x.shape[-1]))
         logits = router(tokens, context)
         weights, chosen = operations.moe_route(logits, self.config.experts_per_token)
+        likely, number = jax.nn.softmax(logits.astype(jnp.float32), axis=-1), jnp.float32(len(tokens))
+        if documents is not None:
+            real = layout.of_all_expert_devices(documents.reshape(-1, 1)) >= 0
+            chosen, likely, number = jnp.where(real, chosen, -1), jnp.where(real, likely, 0), jnp.sum(real, dtype=jnp.float32)
         rows, sizes, positions = operations.moe_permute(tokens, layout.held_here(chosen, held), held)
         gated = operations.swiglu(*(operations.grouped_matmul(rows, matrices, sizes) for matrices in (gate, up)))
         out = operations.moe_unpermute(operations.grouped_matmul(gated, down, sizes), positions, weights)
 
-        likely = jnp.mean(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), axis=0)
-        sizes = layout.of_all_expert_devices(sizes)
-        share, likely = layout.mean_over_batch((sizes / len(rows), likely))
-        imbalance = self.config.balance * experts * jnp.sum(share * likely)
+        sizes = layout.of_all_expert_devices(sizes).astype(jnp.float32)
+        sizes, likely, number = layout.mean_over_batch((sizes, jnp.sum(likely, axis=0), number))
+        pairs = jnp.sum(sizes * likely) / self.config.experts_per_token
+        imbalance = self.config.balance * experts * pairs / jnp.square(jnp.maximum(number, 1))
         return layout.sum_over_experts(layout.sum_over_tensor(out)).reshape(x.shape), imbalance
 
 
@@ -179,9 +209,9 @@ class GatedAttention(eqx.Module):
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         query, key, value = self.attention.project(x, context)
-        scales = self.query_scale, self.key_scale
-        query, key = context.operations.qk_norm_rope(query, key, context.cos, context.sin, *scales)
-        attended = context.operations.attention(query, key, value).reshape(*x.shape[:2], -1)
+        norms = self.query_scale, self.key_scale, self.attention.config.epsilon
+        query, key = context.operations.qk_norm_rope(query, key, context.cos, context.sin, *norms)
+        attended = context.attend(query, key, value).reshape(*x.shape[:2], -1)
         return self.attention.output(attended * jax.nn.sigmoid(self.gate(x, context)), context)
 
 
@@ -217,16 +247,16 @@ class DeltaRule(eqx.Module):
         own = self.filters, self.log_rate, self.bias, self.norm
         return self.output(by_sequence(self.recur, context, projected, own), context)
 
-    def recur(self, operations: Operations, projected: tuple[jax.Array, ...], own: tuple[jax.Array, ...]) -> jax.Array:
+    def recur(self, operations: Operations, projected: Arrays, own: Arrays, documents: jax.Array | None) -> jax.Array:
         """What stands between the linear layers: `[B, T, H D]`."""
         (mixed, z, beta, decay), (filters, log_rate, bias, norm) = projected, own
         number, shared = self.config.linear_heads, self.config.linear_key_heads
-        mixed = operations.causal_conv1d(mixed, filters)
+        mixed = operations.causal_conv1d(mixed, filters, documents)
         size = shared * self.config.linear_head_size
         query, key, value = heads(mixed[..., :size], shared), heads(mixed[..., size : 2 * size], shared), mixed[..., 2 * size :]
         beta = jax.nn.sigmoid(beta.astype(jnp.float32))
         decay = -jnp.exp(log_rate) * jax.nn.softplus(decay.astype(jnp.float32) + bias)
-        out = operations.gated_delta_rule(query, key, heads(value, number), beta, decay)
+        out = operations.gated_delta_rule(query, key, heads(value, number), beta, decay, documents)
         return operations.gated_rms_norm(out, heads(z, number), norm).reshape(*z.shape)
 
 
@@ -263,19 +293,20 @@ class StateSpace(eqx.Module):
         own = self.filters, self.log_rate, self.bias, self.skip, self.norm
         return self.output(by_sequence(self.recur, context, projected, own), context)
 
-    def recur(self, operations: Operations, projected: tuple[jax.Array, ...], own: tuple[jax.Array, ...]) -> jax.Array:
+    def recur(self, operations: Operations, projected: Arrays, own: Arrays, documents: jax.Array | None) -> jax.Array:
         """What stands between the linear layers: `[B, T, H P]`."""
         (mixed, z, step), (filters, log_rate, bias, skip, norm) = projected, own
         groups, size = self.config.groups, self.config.groups * self.config.state_size
-        mixed = operations.causal_conv1d(mixed, filters)
+        mixed = operations.causal_conv1d(mixed, filters, documents)
         x = heads(mixed[..., : -2 * size], self.config.linear_heads)
         B, C = heads(mixed[..., -2 * size : -size], groups), heads(mixed[..., -size:], groups)
-        return operations.gated_state_space(x, -jnp.exp(log_rate), B, C, skip, step, bias, z, norm)
+        return operations.gated_state_space(x, -jnp.exp(log_rate), B, C, skip, step, bias, z, norm, documents)
 
 
 def by_sequence(function: Callable[..., jax.Array], context: Context, projected: Any, own: Any) -> jax.Array:
     """On a mesh each device runs its own sequences, with all heads: their channels share a convolution, and are not split."""
-    return context.layout.on_each_device(partial(function, context.operations), (P(BATCH), P()), P(BATCH))(projected, own)
+    run = context.layout.on_each_device(partial(function, context.operations), (P(BATCH), P(), P(BATCH)), P(BATCH))
+    return run(projected, own, context.documents)
 
 
 def decays(key: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
@@ -300,6 +331,7 @@ class Block(eqx.Module):
     mixer: Any
     feed_forward_norm: jax.Array | None
     feed_forward: Any
+    epsilon: float = eqx.field(static=True)
 
     def __init__(self, config: ModelConfig, mixer: str, key: jax.Array) -> None:
         first, second = jax.random.split(key)
@@ -307,13 +339,14 @@ class Block(eqx.Module):
         self.mixer = MIXERS[mixer](config, first)
         self.feed_forward_norm = jnp.ones(config.width) if config.hidden else None
         self.feed_forward = (Experts if config.experts else SwiGLU)(config, second) if config.hidden else None
+        self.epsilon = config.epsilon
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         """The stream `[B, T, d]` after this block, and its loss of balance."""
-        mixed = self.mixer(context.operations.rms_norm(x, self.mixer_norm), context)
+        mixed = self.mixer(context.operations.rms_norm(x, self.mixer_norm, self.epsilon), context)
         if self.feed_forward is None:
             return x + mixed, jnp.zeros(())
-        normed, x = context.operations.add_rms_norm(mixed, x, self.feed_forward_norm)
+        normed, x = context.operations.add_rms_norm(mixed, x, self.feed_forward_norm, self.epsilon)
         out, imbalance = self.feed_forward(normed, context)
         return x + out, imbalance
 
@@ -329,15 +362,17 @@ NO_MESH = Layout()
 
 
 class Model(eqx.Module):
-    """Embedding, blocks, norm, and the embedding again as head.
+    """Embedding, blocks, norm, and a head, which is the embedding again if they are tied.
 
     Attributes:
+        head: `[V, d]`, None for the embedding.
         blocks: if stacked, one for each place of the pattern, its parameters stacked over the repeats; else one for each layer.
     """
 
     embedding: jax.Array
     blocks: tuple[Block, ...]
     norm: jax.Array
+    head: jax.Array | None
     config: ModelConfig = eqx.field(static=True)
     stacked: bool = eqx.field(static=True)
 
@@ -348,18 +383,30 @@ class Model(eqx.Module):
             shardings: a model of shardings, else all is on one device.
         """
         first, *others = jax.random.split(key, 1 + len(config.pattern))
-        embedding, blocks, norm = (shardings.embedding, shardings.blocks, shardings.norm) if shardings else (None, None, None)
+        embedding, blocks, norm, head = Model.parts(shardings) if shardings else (None, None, None, None)
         places = []
         for place, (mixer, key) in enumerate(zip(config.pattern, others, strict=True)):
             make, keys = partial(Block, config, mixer), jax.random.split(key, config.repeats)
             make = jax.jit(jax.vmap(make) if stacked else make, out_shardings=blocks and blocks[place])
             places.append(make(keys) if stacked else [make(key) for key in keys])
-        size = config.vocabulary, config.width
-        self.embedding = jax.jit(lambda key: matrix(key, config.width, *size), out_shardings=embedding)(first)
+        size = config.width, config.vocabulary, config.width
+        self.embedding = jax.jit(lambda key: matrix(key, *size), out_shardings=embedding)(first)
         self.blocks = tuple(places) if stacked else tuple(block for repeat in zip(*places, strict=True) for block in repeat)
         self.norm = jax.jit(partial(jnp.ones, config.width), out_shardings=norm)()
+        self.head = (
+            None if config.tied else jax.jit(lambda key: matrix(jax.random.fold_in(key, 1), *size), out_shardings=head)(first)
+        )
         self.config = config
         self.stacked = stacked
+
+    @property
+    def output(self) -> jax.Array:
+        """What hidden states are multiplied with for logits, `[V, d]`."""
+        return self.embedding if self.head is None else self.head
+
+    @staticmethod
+    def parts(model: Model) -> tuple[Any, ...]:
+        return model.embedding, model.blocks, model.norm, model.head
 
     def is_matrix(self, leaf: jax.Array) -> bool:
         """Of a parameter of blocks."""
@@ -372,14 +419,31 @@ class Model(eqx.Module):
         return eqx.tree_at(lambda model: model.blocks, self, narrow)
 
     def loss(
-        self, window: jax.Array, operations: Operations, dtype: str, layout: Layout = NO_MESH, remat: str = "none"
+        self,
+        window: jax.Array | Packed,
+        operations: Operations,
+        dtype: str,
+        layout: Layout = NO_MESH,
+        remat: str = "none",
+        weight: jax.Array | float = 1.0,
     ) -> jax.Array:
-        """Mean cross entropy in nats per token over windows `[B, T + 1]`, and the blocks' losses of balance.
+        """Mean cross entropy in nats per label that counts, times `weight`, and the blocks' losses of balance."""
+        cross_entropy, imbalance = self.losses(window, operations, dtype, layout, remat)
+        return weight * cross_entropy + imbalance
+
+    def losses(
+        self, window: jax.Array | Packed, operations: Operations, dtype: str, layout: Layout = NO_MESH, remat: str = "none"
+    ) -> tuple[jax.Array, jax.Array]:
+        """Both apart, of windows `[B, T + 1]` or packed rows.
 
         Products are in `dtype`: of a model that is not `compute_copy(dtype)`, a copy is made here.
         """
-        tokens, labels = window[:, :-1], window[:, 1:]
-        context = Context(operations, layout, *rotary(tokens.shape[1], self.config.head_size))
+        tokens, labels, documents = window if isinstance(window, Packed) else Packed(window[:, :-1], window[:, 1:])
+        cos, sin = rotary(self.config, tokens.shape[1])
+        if documents is not None:
+            places = positions(documents)
+            cos, sin = cos[places], sin[places]
+        context = Context(operations, layout, cos, sin, documents)
         embedding = layout.gathered_embedding(self.embedding)
 
         def repeat(carry: tuple[jax.Array, jax.Array], blocks: tuple[Block, ...]) -> tuple[tuple[jax.Array, jax.Array], None]:
@@ -398,22 +462,45 @@ class Model(eqx.Module):
             for first in range(0, len(blocks), size):
                 carry, _ = run(carry, blocks[first : first + size])
         x, imbalance = carry
-        hidden = operations.rms_norm(x, self.norm)
-        return operations.cross_entropy(hidden, embedding.astype(dtype), labels, layout) + imbalance
+        hidden = operations.rms_norm(x, self.norm, self.config.epsilon)
+        head = embedding if self.head is None else layout.gathered_embedding(self.head)
+        return operations.cross_entropy(hidden, head.astype(dtype), labels, layout), imbalance
 
 
-def with_stacked_blocks(model: Model) -> Model:
-    """The same model as if it had been made with `stacked=True`."""
-    if model.stacked:
+def restacked(model: Model, stacked: bool) -> Model:
+    """The same model, or moments of one, as if it had been made with this `stacked`."""
+    if model.stacked == stacked:
         return model
-    places = (model.blocks[place :: len(model.config.pattern)] for place in range(len(model.config.pattern)))
-    blocks = tuple(jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks) for blocks in places)
-    shapes = jax.eval_shape(lambda: Model(model.config, jax.random.key(0)))
-    return jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves((model.embedding, blocks, model.norm)))
+    config = model.config
+    if stacked:
+        places = (model.blocks[place :: len(config.pattern)] for place in range(len(config.pattern)))
+        blocks = tuple(jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks) for blocks in places)
+    else:
+        blocks = tuple(block for repeat in unstacked(model.blocks, config.repeats) for block in repeat)
+    shapes = jax.eval_shape(lambda: Model(config, jax.random.key(0), stacked))
+    return eqx.tree_at(
+        Model.parts, shapes, (model.embedding, blocks, model.norm, model.head), is_leaf=lambda part: part is None
+    )
 
 
-def rotary(length: int, size: int, base: float = 10000.0) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine `[length, size / 2]` of each position times `base^(-2i / size)`."""
+def positions(documents: jax.Array) -> jax.Array:
+    """Of each token in its document `[B, T]`."""
+    index = jnp.arange(documents.shape[1])
+    first = jnp.diff(documents, axis=1, prepend=-2) != 0
+    return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
+
+
+def unstacked(tree: Any, repeats: int) -> list[Any]:
+    """The tree of every repeat, of leaves that are stacked over them."""
+    return [jax.tree.map(itemgetter(repeat), tree) for repeat in range(repeats)]
+
+
+def rotary(config: ModelConfig, length: int, base: float = 10000.0) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine `[length, D / 2]` of each position times `base^(-2i / D)`, or as a public model's configuration says."""
+    size = config.head_size
+    if config.public:
+        said = {"head_dim": size, **json.loads(config.public)}
+        return LlamaRotaryEmbedding.from_config(said, per_pair=True)(jnp.arange(length))
     periods = base ** (-jnp.arange(0, size, 2) / max(size, 1))
     angles = jnp.arange(length)[:, None] * periods
     return jnp.cos(angles), jnp.sin(angles)

@@ -3,7 +3,8 @@
 jax-linear-attention (`jla`, version 0.1.0) has the delta rule, Mamba-2's state space with its gated norm, the short convolution,
 grouped products, feed-forward layers of float8 whose activation is cast as it is computed, and the loss from hidden states, whose
 gradient is formed in the forward. Dense attention is cuDNN's by `jax.nn`,
-which is also what jla chooses. Where its kernels do not run, as on a CPU, it has the same in plain JAX.
+which is also what jla chooses. Where its kernels do not run, as on a CPU, it has the same in plain JAX, and so has this module for
+recurrences over packed documents.
 
 Left out: flash attention 4 for JAX (`fa4-jax`), whose compiler is a package of its own of 92 MB; tokamax, whose attention and
 grouped products were slower than these.
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ejkernel_train import float8, plain
+from ejkernel_train.data import IGNORED
 from ejkernel_train.sharding import BATCH, Layout
 
 try:
@@ -43,16 +45,18 @@ def cross_entropy(hidden: jax.Array, embedding: jax.Array, labels: jax.Array, la
 
     def mean(hidden: jax.Array, embedding: jax.Array, labels: jax.Array) -> jax.Array:
         rows = hidden.reshape(-1, hidden.shape[-1])
-        found = linear_cross_entropy_objective(rows, embedding, labels.reshape(-1), ignore_index=-1, compute_dtype=hidden.dtype)
-        return layout.mean_over_batch(found.objective_sum / labels.size)
+        flat, dtype = labels.reshape(-1), hidden.dtype
+        found = linear_cross_entropy_objective(rows, embedding, flat, ignore_index=IGNORED, compute_dtype=dtype)
+        total, number = layout.mean_over_batch((found.objective_sum, jnp.sum(flat != IGNORED, dtype=jnp.float32)))
+        return total / jnp.maximum(number, 1 / flat.size)
 
     return layout.on_each_device(mean, (P(BATCH), P(), P(BATCH)), P())(hidden, embedding, labels)
 
 
-def causal_conv1d(x: jax.Array, weight: jax.Array) -> jax.Array:
-    if short_conv.unsupported_reason(x, weight) is None:
+def causal_conv1d(x: jax.Array, weight: jax.Array, documents: jax.Array | None = None) -> jax.Array:
+    if documents is None and short_conv.unsupported_reason(x, weight) is None:
         return short_conv.short_conv(x, weight)
-    return plain.causal_conv1d(x, weight)
+    return plain.causal_conv1d(x, weight, documents)
 
 
 @plain.lean
@@ -63,7 +67,11 @@ def _unit(x: jax.Array) -> jax.Array:
     return (wide * inverse).astype(x.dtype)
 
 
-def gated_delta_rule(query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, decay: jax.Array) -> jax.Array:
+def gated_delta_rule(
+    query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, decay: jax.Array, documents: jax.Array | None = None
+) -> jax.Array:
+    if documents is not None:
+        return plain.gated_delta_rule(query, key, value, beta, decay, documents)
     query, key = _unit(query), _unit(key)
     if not delta_kernels.supports_gated_delta_rule(query, key, value, decay, beta):  # the kernels share a key head
         query, key = (jnp.repeat(x, value.shape[2] // x.shape[2], axis=2) for x in (query, key))
@@ -81,9 +89,10 @@ def gated_state_space(
     dt_bias: jax.Array,
     gate: jax.Array,
     scale: jax.Array,
+    documents: jax.Array | None = None,
 ) -> jax.Array:
-    if not is_hopper():
-        return plain.gated_state_space(x, A, B, C, D, dt, dt_bias, gate, scale)
+    if documents is not None or not is_hopper():
+        return plain.gated_state_space(x, A, B, C, D, dt, dt_bias, gate, scale, documents)
     dt = jax.nn.softplus(dt.astype(plain.FLOAT32) + dt_bias)
     options = {"segment_ids": None, "impl": "auto", "chunk_size": 64, "grouped_key_grads": True}
     y = mamba2_fused.ssd_core(_stepped(x, dt), dt * A, B, C, **options)

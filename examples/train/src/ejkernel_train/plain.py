@@ -39,25 +39,26 @@ def lean(function: Callable[..., Any], prevent_cse: bool = False) -> Callable[..
 
 
 @lean
-def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float = EPSILON) -> jax.Array:
     """`x [..., d], scale [d] -> [..., d]`."""
     wide = x.astype(FLOAT32)
-    inverse = kept(jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPSILON))
+    inverse = kept(jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon))
     return (wide * inverse * scale).astype(x.dtype)
 
 
-def add_rms_norm(x: jax.Array, residual: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+def add_rms_norm(x: jax.Array, residual: jax.Array, scale: jax.Array, epsilon: float = EPSILON) -> tuple[jax.Array, jax.Array]:
     """The norm of `x + residual`, and that sum."""
     total = x + residual
-    return rms_norm(total, scale), total
+    return rms_norm(total, scale, epsilon), total
 
 
 def rope(query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Queries `[B, T, H, D]` and keys `[B, T, K, D]`, turned by the angles `[T, D / 2]` of their positions."""
+    """Queries `[B, T, H, D]` and keys `[B, T, K, D]`, turned by the angles `[T, D / 2]` or
+    `[B, T, D / 2]` of their positions."""
 
     def turn(x: jax.Array) -> jax.Array:
         first, second = jnp.split(x.astype(FLOAT32), 2, axis=-1)
-        c, s = cos[:, None], sin[:, None]
+        c, s = cos[..., None, :], sin[..., None, :]
         return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1).astype(x.dtype)
 
     return turn(query), turn(key)
@@ -65,20 +66,28 @@ def rope(query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array) -> tu
 
 @lean
 def qk_norm_rope(
-    query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array, query_scale: jax.Array, key_scale: jax.Array
+    query: jax.Array,
+    key: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    query_scale: jax.Array,
+    key_scale: jax.Array,
+    epsilon: float = EPSILON,
 ) -> tuple[jax.Array, jax.Array]:
     """Norm of every head over its channels, with scales `[D]`, then `rope`."""
-    return rope(rms_norm(query, query_scale), rms_norm(key, key_scale), cos, sin)
+    return rope(rms_norm(query, query_scale, epsilon), rms_norm(key, key_scale, epsilon), cos, sin)
 
 
-def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Causal: `[B, T, H, D], [B, T, K, D], [B, T, K, D] -> [B, T, H, D]`."""
+def attention(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None = None) -> jax.Array:
+    """Causal, within documents `[B, T]`: `[B, T, H, D], [B, T, K, D], [B, T, K, D] -> [B, T, H, D]`."""
     cudnn = jax.default_backend() == "gpu" and query.dtype == jnp.bfloat16
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn" if cudnn else "xla")
+    same = None if documents is None else (documents[:, :, None] == documents[:, None, :])[:, None]
+    implementation = "cudnn" if cudnn else "xla"
+    return jax.nn.dot_product_attention(query, key, value, mask=same, is_causal=True, implementation=implementation)
 
 
 def cross_entropy(hidden: jax.Array, embedding: jax.Array, labels: jax.Array, layout: Layout) -> jax.Array:
-    """The mean over tokens of `hidden [B, T, d]` times the head, `embedding [V, d]`, `labels [B, T]`."""
+    """The mean over the labels `[B, T]` that are not below 0, of `hidden [B, T, d]` times the head, `embedding [V, d]`."""
     logits = layout.logits(jnp.einsum("btd,vd->btv", hidden, embedding))
 
     @functools.partial(lean, prevent_cse=True)
@@ -87,17 +96,24 @@ def cross_entropy(hidden: jax.Array, embedding: jax.Array, labels: jax.Array, la
         largest = kept(jax.lax.stop_gradient(jnp.max(wide, axis=-1)))
         total = kept(jnp.sum(jnp.exp(wide - largest[..., None]), axis=-1))
         chosen = jax.lax.broadcasted_iota(jnp.int32, wide.shape, 2) == labels[..., None]  # fuses, unlike a gather's gradient
-        return jnp.mean(largest + jnp.log(total) - jnp.sum(jnp.where(chosen, wide, 0), axis=-1))
+        each = largest + jnp.log(total) - jnp.sum(jnp.where(chosen, wide, 0), axis=-1)
+        return jnp.sum(jnp.where(labels < 0, 0, each)) / jnp.maximum(jnp.sum(labels >= 0), 1)
 
     return mean(logits)
 
 
 @lean
-def causal_conv1d(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`silu` of every channel's filter over the last W tokens: `x [B, T, C], weight [C, W] -> [B, T, C]`."""
+def causal_conv1d(x: jax.Array, weight: jax.Array, documents: jax.Array | None = None) -> jax.Array:
+    """`silu` of every channel's filter over the last W tokens of the document: `x [B, T, C], weight [C, W] -> [B, T, C]`."""
     length, width = x.shape[1], weight.shape[1]
-    padded = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
-    shifted = [padded[:, tap : tap + length].astype(FLOAT32) * weight[:, tap].astype(FLOAT32) for tap in range(width)]
+
+    def earlier(x: jax.Array, tap: int) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (width - 1 - tap, 0), *[(0, 0)] * (x.ndim - 2)))[:, :length]
+
+    shifted = [earlier(x, tap).astype(FLOAT32) * weight[:, tap].astype(FLOAT32) for tap in range(width)]
+    if documents is not None:
+        same = (earlier(documents, tap) == documents for tap in range(width))  # 0 before the row, which has zeros there
+        shifted = [jnp.where(here[..., None], each, 0) for here, each in zip(same, shifted, strict=True)]
     return jax.nn.silu(sum(shifted[1:], shifted[0])).astype(x.dtype)
 
 
@@ -109,11 +125,14 @@ def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array) -> jax.Array
     return (wide * inverse * scale * jax.nn.silu(gate.astype(FLOAT32))).astype(x.dtype)
 
 
-def gated_delta_rule(query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, decay: jax.Array) -> jax.Array:
+def gated_delta_rule(
+    query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, decay: jax.Array, documents: jax.Array | None = None
+) -> jax.Array:
     """`S <- exp(g) S; S <- S + k (beta (v - S^T k))^T; out = S^T q / sqrt(D)`, with queries and keys of length 1.
 
     Chunk by chunk in matrix products: within a chunk the corrections solve a triangular system (Yang et al., Gated Delta
-    Networks, 2025). `query, key [B, T, K, D]`, `value [B, T, H, D]`, `beta, decay [B, T, H]`, decay the logarithm g.
+    Networks, 2025). `query, key [B, T, K, D]`, `value [B, T, H, D]`, `beta, decay [B, T, H]`, decay the logarithm g. The
+    state is 0 before each of the documents `[B, T]`.
     """
     dtype, heads, size = value.dtype, value.shape[2], math.gcd(value.shape[1], 64)
     product = _products(dtype)
@@ -123,20 +142,23 @@ def gated_delta_rule(query: jax.Array, key: jax.Array, value: jax.Array, beta: j
         return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), (1, 3), (0, 2))
 
     @lean
-    def within(query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, decay: jax.Array) -> Any:
+    def within(
+        query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, decay: jax.Array, documents: jax.Array | None
+    ) -> Any:
         """All that needs no state."""
         query, key = _unit(query) * query.shape[-1] ** -0.5, _unit(key)
         query, key, value, beta, decay = map(chunks, (query, key, value, beta.astype(FLOAT32), decay.astype(FLOAT32)))
-        passed, ratio = _decays(decay)
+        if documents is not None:
+            documents = jnp.moveaxis(documents.reshape(documents.shape[0], -1, 1, size), 1, 0)  # [N, B, 1, C]
+        _, entered, ratio, left = _decays(decay, documents)
         system = beta[..., None] * ratio * kept(product("nbhid,nbhjd->nbhij", key, key))
         inverse = kept(_inverse(jnp.tril(system, -1)))
         added = product("nbhij,nbhjd->nbhid", inverse, beta[..., None] * value)
-        erased = product("nbhij,nbhjd->nbhid", inverse, (beta * jnp.exp(passed))[..., None] * key)
+        erased = product("nbhij,nbhjd->nbhid", inverse, (beta * entered)[..., None] * key)
         scores = ratio * kept(product("nbhid,nbhjd->nbhij", query, key))
-        read = jnp.exp(passed)[..., None] * query
-        left = jnp.exp(passed[..., -1:] - passed)[..., None] * key
+        read, left = entered[..., None] * query, left[..., None] * key
         # narrow outside of the loop, where it is fused with what comes before
-        return tuple(x.astype(dtype) for x in (added, erased, scores, read, left)), jnp.exp(passed[..., -1])
+        return tuple(x.astype(dtype) for x in (added, erased, scores, read, left)), entered[..., -1]
 
     def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
         (added, erased, scores, read, left), last = chunk
@@ -144,7 +166,7 @@ def gated_delta_rule(query: jax.Array, key: jax.Array, value: jax.Array, beta: j
         out = product("bhid,bhdv->bhiv", read, state) + product("bhij,bhjv->bhiv", scores, new)
         return last[..., None, None] * state + product("bhid,bhiv->bhdv", left, new), out.astype(dtype)
 
-    of_chunks = within(query, key, value, beta, decay)
+    of_chunks = within(query, key, value, beta, decay, documents)
     (added, *_, left), _ = of_chunks
     start = jnp.zeros_like(product("bhid,bhiv->bhdv", left[0], added[0]))  # on the devices where these are
     _, out = jax.lax.scan(step, start, of_chunks)  # [N, B, H, C, D]
@@ -162,14 +184,15 @@ def gated_state_space(
     dt_bias: jax.Array,
     gate: jax.Array,
     scale: jax.Array,
+    documents: jax.Array | None = None,
 ) -> jax.Array:
     """Mamba-2: `h <- exp(A dt) h + dt x B^T; y = h C + D x`, dt through its bias and softplus, then `norm(y silu(gate)) scale`.
 
     Chunk by chunk in matrix products (Dao and Gu, Transformers are SSMs, 2024, section 6); the states of chunks too are one
     product, with the decays between every two. `x [B, T, H, P]`, `A, D, dt_bias [H]`, `B, C [B, T, G, N]` for H / G heads each,
-    `dt [B, T, H]`, `gate [B, T, H P]`, `scale [H P]`.
+    `dt [B, T, H]`, `gate [B, T, H P]`, `scale [H P]`. The state is 0 before each of the documents `[B, T]`.
     """
-    return _norm_of_gated(state_space(x, A, B, C, D, dt, dt_bias).reshape(gate.shape), gate, scale)
+    return _norm_of_gated(state_space(x, A, B, C, D, dt, dt_bias, documents).reshape(gate.shape), gate, scale)
 
 
 @lean
@@ -181,7 +204,14 @@ def _norm_of_gated(x: jax.Array, gate: jax.Array, scale: jax.Array) -> jax.Array
 
 @lean
 def state_space(
-    x: jax.Array, A: jax.Array, B: jax.Array, C: jax.Array, D: jax.Array, dt: jax.Array, dt_bias: jax.Array
+    x: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array,
+    dt: jax.Array,
+    dt_bias: jax.Array,
+    documents: jax.Array | None,
 ) -> jax.Array:
     """The recurrence of `gated_state_space`."""
     dtype, groups, size = x.dtype, B.shape[2], math.gcd(x.shape[1], 128)
@@ -194,14 +224,16 @@ def state_space(
 
     dt = jax.nn.softplus(dt.astype(FLOAT32) + dt_bias)
     stepped, inputs, outputs = grouped(chunks(x * dt[..., None])), chunks(B), chunks(C)
-    passed, ratio = _decays(jnp.moveaxis(grouped(chunks(A * dt)), 2, -1))  # [N, B, G, R, C], with another C
+    of_chunks = None if documents is None else chunks(documents)  # [N, B, C], with another C
+    decay = jnp.moveaxis(grouped(chunks(A * dt)), 2, -1)  # [N, B, G, R, C]
+    passed, entered, ratio, left = _decays(decay, None if of_chunks is None else of_chunks[:, :, None, None])
     product = _products(dtype)
     scores = ratio * kept(product("nbigs,nbjgs->nbgij", outputs, inputs))[:, :, :, None]
     inside = product("nbgrij,nbjgrp->nbigrp", scores, stepped)
-    left = jnp.moveaxis(jnp.exp(passed[..., -1:] - passed), -1, 2)[..., None] * stepped
-    added = product("nbjgs,nbjgrp->nbgrps", inputs, left)
-    before = kept(product("bgrmn,nbgrps->mbgrps", _between(passed[..., -1]), added).astype(dtype))
-    outside = product("nbigs,nbgrps->nbigrp", outputs, before) * jnp.moveaxis(jnp.exp(passed), -1, 2)[..., None]
+    added = product("nbjgs,nbjgrp->nbgrps", inputs, jnp.moveaxis(left, -1, 2)[..., None] * stepped)
+    between = _between(passed[..., -1], None if of_chunks is None else of_chunks[..., -1])
+    before = kept(product("bgrmn,nbgrps->mbgrps", between, added).astype(dtype))
+    outside = product("nbigs,nbgrps->nbigrp", outputs, before) * jnp.moveaxis(entered, -1, 2)[..., None]
     return (jnp.moveaxis(inside + outside, 0, 1).reshape(x.shape) + D[:, None] * x).astype(dtype)
 
 
@@ -250,18 +282,30 @@ def _unit(x: jax.Array) -> jax.Array:
     return wide * jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + EPSILON)
 
 
-def _decays(decay: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of logarithms `[..., C]`: their sums up to each token, and what is left at token i of token j, `[..., C, C]`."""
+def _decays(decay: jax.Array, documents: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Of logarithms `[N, ..., C]` in chunks: their sums up to each token; what is left at token i of the state before the chunk,
+    `[..., C]`, and of token j, `[..., C, C]`; and what is left of token j after the chunk. Nothing is, of another document."""
     passed = jnp.cumsum(decay, axis=-1)
     seen = jnp.tril(jnp.ones((decay.shape[-1],) * 2, bool))
-    return passed, jnp.exp(jnp.where(seen, passed[..., :, None] - passed[..., None, :], -jnp.inf))
+    entered, left = jnp.exp(passed), jnp.exp(passed[..., -1:] - passed)
+    if documents is not None:
+        last = documents[..., -1:]
+        before = jnp.concatenate([documents[:1, ..., :1], last[:-1]])
+        seen = seen & (documents[..., :, None] == documents[..., None, :])
+        entered, left = jnp.where(documents == before, entered, 0), jnp.where(documents == last, left, 0)
+    return passed, entered, jnp.exp(jnp.where(seen, passed[..., :, None] - passed[..., None, :], -jnp.inf)), left
 
 
-def _between(passed: jax.Array) -> jax.Array:
-    """Of what each chunk's decays sum to, `[N, ...]`: the decays from the end of chunk n to the start of m, `[..., N, N]`."""
+def _between(passed: jax.Array, last: jax.Array | None) -> jax.Array:
+    """Of what each chunk's decays sum to, `[N, B, ...]`: the decays from the end of chunk n to the start of m, `[B, ..., N, N]`.
+    `last` `[N, B]` are the documents that chunks end with."""
     total = jnp.moveaxis(jnp.cumsum(passed, axis=0), 0, -1)
     start = total - jnp.moveaxis(passed, 0, -1)
     earlier = jnp.tril(jnp.ones((passed.shape[0],) * 2, bool), -1)
+    if last is not None:
+        before = jnp.concatenate([last[:1], last[:-1]])
+        same = jnp.moveaxis(before[:, None] == last[None, :], -1, 0)  # [B, M, N]
+        earlier = earlier & same.reshape(same.shape[0], *[1] * (total.ndim - 2), *same.shape[1:])
     return jnp.exp(jnp.where(earlier, start[..., :, None] - total[..., None, :], -jnp.inf))
 
 

@@ -22,6 +22,10 @@ import numpy as np
 from ejkernel_train import cost, data, finite
 from ejkernel_train.checkpoint import Checkpoints
 from ejkernel_train.config import TrainConfig
+from ejkernel_train.evaluate import Evaluated, Evaluation, as_record
+from ejkernel_train.model import Model, restacked
+from ejkernel_train.resume import resume
+from ejkernel_train.sharding import placed
 from ejkernel_train.step import Compiled, State, compile_step, initialise
 
 PACKAGES = (
@@ -73,21 +77,18 @@ class Build:
         self.norms: list[float] = []
         self.seconds: list[float] = []
 
-    def advance(self, window: np.ndarray) -> None:
+    def advance(self, window: data.Source) -> None:
         """One step of its own state."""
         self.state, measured = self.step(self.state, window)
         self.losses.append(measured.loss)
         self.norms.append(measured.norm)
         self.seconds.append(measured.seconds)
 
-    def step(self, state: State, window: np.ndarray) -> tuple[State, Measured]:
-        """The next state, and what is measured of a step on windows `[B, T + 1]` of the whole batch, of which every process
-        gives its devices their part. The state's memory is used again."""
-        placed: Any = window
-        if self._batch is not None:
-            placed = jax.make_array_from_callback(window.shape, self._batch, lambda part: window[part])
+    def step(self, state: State, window: data.Source) -> tuple[State, Measured]:
+        """The next state, and what is measured of a step on the whole batch. The state's memory is used again."""
+        window = placed(window, self._batch)
         start = time.perf_counter()
-        state, measures = jax.block_until_ready(self.compiled.program(state, placed))
+        state, measures = jax.block_until_ready(self.compiled.program(state, window))
         seconds = time.perf_counter() - start
         return state, Measured(float(measures.loss), float(measures.norm), seconds)
 
@@ -117,7 +118,7 @@ class Build:
 
 def run(
     configs: Sequence[TrainConfig],
-    tokens: np.ndarray,
+    tokens: data.Source,
     *,
     peak: float | None = None,
     skip: int = 3,
@@ -125,18 +126,25 @@ def run(
     progress: Callable[[int, Sequence[float]], None] = lambda step, losses: None,
     checkpoints: Checkpoints | None = None,
     save_every: int = 100,
+    held_out: data.Source | None = None,
+    evaluate_every: int | None = None,
+    evaluated: Callable[[Evaluated], None] = lambda found: None,
+    model: Model | None = None,
 ) -> dict[str, Any]:
     """Train one config, or compare several (see `comparison.py`), and return one record.
 
     Args:
         configs: several may differ in `kernels` and `plain`.
-        tokens: the text, of `data.load`.
+        tokens: the text, of `data.load`, or documents, of `data.pack`.
         peak: operations per second of one device, which the share is of; None for the device's, where it is known.
         skip: how many steps come before those that are timed.
         rounds: how many steps of each of several are timed, in turns; None for as many as it learns.
         progress: called after each step with its number and the loss.
         checkpoints: where a single config goes on from, and where it is saved.
         save_every: steps between checkpoints; the last step is saved too.
+        held_out: what a single config is evaluated on, after its last step and every `evaluate_every` steps.
+        evaluated: called with what was found.
+        model: what a single config begins with, its blocks stacked; None for random weights.
 
     Raises:
         ValueError: several configs with checkpoints, or that differ in more; a checkpoint of all steps.
@@ -146,15 +154,22 @@ def run(
     if len(configs) > 1:
         if checkpoints:
             raise ValueError("checkpoints are of one build; leave out either --checkpoints or --compare")
+        if held_out is not None:
+            raise ValueError("one build is evaluated; leave out either --held-out or --compare")
         from ejkernel_train import comparison
 
         return comparison.compare(configs, tokens, peak=peak, skip=skip, rounds=rounds or first.steps, progress=progress)
     build = Build(first)
+    if model is not None:
+        where = jax.tree.map(lambda leaf: leaf.sharding, build.state.model)
+        build.state = build.state._replace(model=jax.device_put(restacked(model, first.layers == "scan"), where))
     if checkpoints:
-        build.state = checkpoints.restore(build.state)
+        build.state = resume(first, build.state, checkpoints)
     start = int(build.state.step)
     if start >= first.steps:
         raise ValueError(f"the checkpoint has {start} steps already; ask for more with --steps, or for another folder")
+    evaluate = None if held_out is None else Evaluation(first, held_out)
+    evaluations: list[Evaluated] = []
     for step in range(start, first.steps):
         build.advance(data.batch(tokens, first.seed, step, first.batch, first.length))
         finite.check(first, step + 1, build.losses, build.norms, checkpoints)
@@ -162,10 +177,14 @@ def run(
             finite.check_state(build.state, step + 1, checkpoints)
             checkpoints.save(step + 1, build.state)
         progress(step + 1, build.losses[-1:])
+        if evaluate and (step + 1 == first.steps or (evaluate_every and (step + 1) % evaluate_every == 0)):
+            evaluations.append(evaluate(build.state.model, step + 1))
+            evaluated(evaluations[-1])
     seconds = build.seconds[min(skip, first.steps - start - 1) :]
     return {
         **summary(first, build.state, peak),
         "first_step": start + 1,
+        "evaluations": [as_record(each) for each in evaluations],
         "builds": records([build], build.state, peak, [seconds]),
     }
 

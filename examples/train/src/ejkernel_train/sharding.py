@@ -22,7 +22,7 @@ AXES = ("data", "fsdp", "expert", "tensor")
 BATCH = ("data", "fsdp", "expert")
 
 RULES: tuple[tuple[str, P], ...] = (
-    (r"embedding", P("tensor", "fsdp")),
+    (r"(embedding|head)", P("tensor", "fsdp")),
     (r"(query|key|value|gate|up)\.weight", P("fsdp", "tensor")),
     (r"(output|down)\.weight", P("tensor", "fsdp")),
     (r"(mixed|z|beta|decay|step|router)\.weight", P("fsdp", None)),
@@ -36,6 +36,15 @@ def spec_of(name: str, axes: int) -> P:
     """Of a leaf of the state, by its name, as `.moments[1].mu.blocks[0].mixer.query.weight`, and how many axes it has."""
     found = next((spec for ending, spec in RULES if re.search(rf"\.{ending}$", name)), P())
     return P(None, *found) if found and axes > len(found) else found
+
+
+def placed(batch: Any, sharding: Any) -> Any:
+    """The arrays of a batch, of which every process has the whole and gives its devices their part; as they are without a mesh."""
+
+    def place(rows: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(rows.shape, sharding, lambda part: rows[part])
+
+    return batch if sharding is None else jax.tree.map(place, batch)
 
 
 @dataclasses.dataclass(frozen=True)

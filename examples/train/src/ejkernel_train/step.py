@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from ejkernel_train.config import TrainConfig
+from ejkernel_train.data import IGNORED, Packed
 from ejkernel_train.float8 import next_scales
 from ejkernel_train.model import Model
 from ejkernel_train.operations import choose
@@ -70,16 +72,19 @@ class Measures(NamedTuple):
     norm: jax.Array
 
 
-def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[State, Measures]:
-    """One update on windows `[B, T + 1]`.
+def layout_of(config: TrainConfig) -> Layout:
+    return dataclasses.replace(Layout.parse(config.mesh), typed=config.kernels != "peers")
+
+
+def train_step(config: TrainConfig, state: State, window: jax.Array | Packed) -> tuple[State, Measures]:
+    """One update on windows `[B, T + 1]` or packed rows `[B, T]`.
 
     With `on_nonfinite="skip"`, a step whose loss or gradient is not finite changes nothing but the number of the step.
     """
-    operations, layout = choose(config.kernels, config.plain), Layout.parse(config.mesh)
-    layout = dataclasses.replace(layout, typed=config.kernels != "peers")
+    operations, layout = choose(config.kernels, config.plain), layout_of(config)
 
-    def loss(model: Model, window: jax.Array) -> jax.Array:
-        return model.loss(window, operations, config.dtype, layout, remat=config.remat)
+    def loss(model: Model, window: jax.Array | Packed, weight: jax.Array) -> jax.Array:
+        return model.loss(window, operations, config.dtype, layout, remat=config.remat, weight=weight)
 
     value, gradients, largest = accumulated(loss, state.model.compute_copy(config.dtype), window, config.accumulate)
     weights, scales = split(state.model)
@@ -94,26 +99,33 @@ def train_step(config: TrainConfig, state: State, window: jax.Array) -> tuple[St
     return State(model, moments, state.step + 1), measures
 
 
-def accumulated(loss: Callable[..., jax.Array], model: Model, window: jax.Array, parts: int) -> tuple[jax.Array, Any, Any]:
-    """The mean loss of all parts of the batch `[B, T + 1]`, its gradient for the weights, in float32, and for the scales of float8
-    the largest of all parts. Sequence i is in part `i % parts`, so that each device keeps its own."""
+def accumulated(
+    loss: Callable[..., jax.Array], model: Model, window: jax.Array | Packed, parts: int
+) -> tuple[jax.Array, Any, Any]:
+    """The mean loss of all parts of the batch, its gradient for the weights, in float32, and for the scales of float8 the largest
+    of all parts. Sequence i is in part `i % parts`, so that each device keeps its own. A part's loss is a mean over its labels,
+    and weighs as much as it has of them."""
 
-    def of_part(part: jax.Array) -> tuple[jax.Array, Any, Any]:
-        value, gradients = jax.value_and_grad(loss)(model, part)
+    def of_part(part: Any) -> tuple[jax.Array, Any, Any]:
+        value, gradients = jax.value_and_grad(loss)(model, *part)
         return value, *split(gradients)
 
     if parts == 1:
-        value, gradients, largest = of_part(window)
+        value, gradients, largest = of_part((window, jnp.ones(())))
         return value, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients), largest
 
-    def add(total: Any, part: jax.Array) -> tuple[Any, None]:
+    def add(total: Any, part: Any) -> tuple[Any, None]:
         value, gradients, largest = of_part(part)
         both = jax.tree.map(jnp.add, total[:2], (value, gradients))
         return (*both, jax.tree.map(jnp.maximum, total[2], largest)), None
 
-    cut = jnp.moveaxis(window.reshape(-1, parts, window.shape[1]), 1, 0)
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), jax.eval_shape(of_part, cut[0]))
-    (value, gradients, largest), _ = jax.lax.scan(add, zeros, cut)
+    cut = jax.tree.map(lambda rows: jnp.moveaxis(rows.reshape(-1, parts, rows.shape[1]), 1, 0), window)
+    counts = jnp.sum(cut.labels != IGNORED, axis=(1, 2)) if isinstance(cut, Packed) else jnp.ones(parts)
+    both = cut, parts * counts / jnp.maximum(jnp.sum(counts), 1)
+    zeros = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, jnp.float32), jax.eval_shape(of_part, jax.tree.map(itemgetter(0), both))
+    )
+    (value, gradients, largest), _ = jax.lax.scan(add, zeros, both)
     return value / parts, jax.tree.map(lambda leaf: leaf / parts, gradients), largest
 
 
@@ -206,9 +218,15 @@ def tunes_alike(config: TrainConfig) -> bool:
     return config.layers == "unroll" and config.sizes.repeats > 2 and jax.default_backend() == "gpu"
 
 
+def batch_shape(config: TrainConfig) -> Any:
+    """Of what `data.batch` makes."""
+    window, row = (jax.ShapeDtypeStruct((config.batch, config.length + more), jnp.int32) for more in (1, 0))
+    return Packed(row, row, row) if config.packed else window
+
+
 def _lower(config: TrainConfig) -> Lowered:
     state, layout = jax.eval_shape(lambda: initialise(config)), Layout.parse(config.mesh)
-    window = jax.ShapeDtypeStruct((config.batch, config.length + 1), jnp.int32)
+    window = batch_shape(config)
     shardings, batch = layout.shardings(state), layout.batch()
     step = jax.jit(
         lambda state, window: train_step(config, state, window),
