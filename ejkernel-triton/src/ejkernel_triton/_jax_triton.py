@@ -16,8 +16,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.interpreters import mlir
-from jaxlib.mlir import ir
 
 from ejkernel.plugin import current_target
 from ejkernel_triton._interpret import interpreting
@@ -29,7 +27,6 @@ _ALWAYS_COMPILE = "TRITON_ALWAYS_COMPILE"
 _ON = ("1", "on", "true", "yes", "y")
 _SETTINGS = ("ALLOW_LHS_TMEM", "DISABLE_", "LLVM_", "MLIR_", "NVPTX_", "PTXAS_", "TRITON_", "USE_IR_LOC")
 """How environment variables begin that Triton's compiler reads."""
-_TYPED_CALL = "triton_kernel_call_ffi"
 _interceptor: contextvars.ContextVar[Callable[..., list[Any]] | None] = contextvars.ContextVar("ejkernel_triton", default=None)
 
 
@@ -54,30 +51,7 @@ def _jax_triton() -> Any:
         import jax_triton
         from jax_triton import triton_lib
     install(triton_lib)
-    typed = functools.partial(_lower_typed, functools.partial(triton_lib.triton_kernel_call_lowering, triton_lib.get_cuda_backend))
-    mlir.register_lowering(triton_lib.triton_kernel_call_p, typed, platform="cuda")
     return jax_triton
-
-
-def _lower_typed(lower: Callable[..., Any], context: Any, *arrays: Any, **parameters: Any) -> Any:
-    """jax-triton's lowering, whose call is turned into XLA's typed one if that is its name.
-
-    XLA puts runs of kernels into CUDA graphs, which the untyped call that jax-triton makes ends; and it keeps the machine code of
-    the typed one in its compiled programs.
-    """
-    results = lower(context, *arrays, **parameters)
-    if parameters["custom_call_target_name"] == _TYPED_CALL:
-        attributes = results[0].owner.attributes
-        attributes["api_version"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 4)
-        attributes["backend_config"] = ir.DictAttr.get({"opaque": attributes["backend_config"]})
-    return results
-
-
-@functools.cache
-def call_name() -> str:
-    """Of the custom call that runs a kernel: the typed one if jaxlib has it."""
-    library = getattr(importlib.import_module("jaxlib.gpu_triton"), "_cuda_triton", None)
-    return _TYPED_CALL if library is not None and _TYPED_CALL in library.registrations() else "triton_kernel_call"
 
 
 @contextlib.contextmanager
@@ -146,7 +120,6 @@ def call_kernel(
             enable_fp_fusion=fp_fusion,
             input_output_aliases=aliases,
             compute_capability=capability[0] * 10 + capability[1],
-            custom_call_target_name=call_name(),
             **constants,
         )
     )

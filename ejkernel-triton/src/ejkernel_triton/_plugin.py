@@ -66,7 +66,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("softmax"),
             _implementation("sparse_latent_attention", "forward"),
         ),
-        custom_calls=("triton_kernel_call", "triton_kernel_call_ffi"),
+        custom_calls=("triton_kernel_call",),
     )
 
 
