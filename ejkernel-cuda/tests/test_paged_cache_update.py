@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -123,3 +124,8 @@ def test_lowers_in_place():
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@ejkernel_cuda_paged_cache_update_forward") == 1
     assert text.count("output_operand_alias<") == 2
+    # XLA must not join the call with slices around it, as its results then alias nothing
+    call = re.search(r"(%\w+):2 = stablehlo.custom_call @ejkernel_cuda_paged_cache_update_forward\(([^)]*)\)", text)
+    before, after = re.findall(r"(%\w+):\d+ = stablehlo.optimization_barrier ([^:]*) :", text)
+    assert call and {operand.partition("#")[0] for operand in call[2].split(", ")} == {before[0]}
+    assert after[1] == f"{call[1]}#0, {call[1]}#1"

@@ -1,6 +1,9 @@
 """Writing new keys and values into their pages, a few tokens per block.
 
 The results alias the caches, which XLA copies only if the program uses them elsewhere. The XLA platform runs backward.
+
+XLA joins a custom call with slices before and after it, and forgets in doing so that results alias operands: pages beside the new
+tokens would hold whatever lay in memory. Barriers keep it from that.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ def forward(
     arrays = (inputs.key_pages, jnp.zeros((0,), inputs.key_pages.dtype) if fused else inputs.value_pages)
     new = (inputs.key, inputs.value, inputs.query_start_loc, inputs.kv_lens, inputs.block_tables)
     given = (*new, _scale(inputs.key_scale), _scale(inputs.value_scale))
-    key_pages, value_pages = jax.ffi.ffi_call(
+    given, arrays = jax.lax.optimization_barrier((given, arrays))
+    updated = jax.ffi.ffi_call(
         handler("paged_cache_update_forward"),
         tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays),
         input_output_aliases={len(given): 0} if fused else {len(given): 0, len(given) + 1: 1},
@@ -54,4 +58,5 @@ def forward(
         threads=np.int64(config.threads),
         tokens=np.int64(config.tokens),
     )
+    key_pages, value_pages = jax.lax.optimization_barrier(updated)
     return PagedCacheUpdateOutputs(key_pages, None if fused else value_pages)
