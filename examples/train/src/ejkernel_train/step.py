@@ -59,10 +59,10 @@ def split(model: Model) -> tuple[Model, Model]:
 
 def initialise(config: TrainConfig, shardings: State | None = None) -> State:
     """The state before the first step, on one device without `shardings`."""
-    given = shardings or State(None, None, None)
-    model = Model(config.sizes, jax.random.key(config.seed), stacked=config.layers == "scan", shardings=given.model)
-    moments = jax.jit(optimizer(config).init, out_shardings=given.moments)(split(model)[0])
-    return State(model, moments, jax.jit(partial(jnp.zeros, (), jnp.int32), out_shardings=given.step)())
+    of_model, of_moments, of_step = shardings or (None, None, None)
+    model = Model(config.sizes, jax.random.key(config.seed), stacked=config.layers == "scan", shardings=of_model)
+    moments = jax.jit(optimizer(config).init, out_shardings=of_moments)(split(model)[0])
+    return State(model, moments, jax.jit(partial(jnp.zeros, (), jnp.int32), out_shardings=of_step)())
 
 
 class Measures(NamedTuple):
