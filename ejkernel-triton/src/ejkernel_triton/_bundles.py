@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ejkernel._dispatch.lowered import digest
-from ejkernel._plugins.registry import kernel_registry
+from ejkernel import kernel_registry
 from ejkernel.plugin import resolve
 from ejkernel.utils.kernel_store import MANIFEST, bundled_kernels, examined_bundles
 
@@ -151,7 +151,11 @@ def _version(name: str) -> str:
 
 
 def _with_sources(distribution: str, package: str) -> str:
-    return f"{_version(distribution)}+{(digest(package) or 'unknown')[:8]}"
+    found, spec = hashlib.sha256(), importlib.util.find_spec(package)
+    for root in map(Path, (spec and spec.submodule_search_locations) or ()):
+        for path in sorted(root.rglob("*.py")):
+            found.update(f"{path.relative_to(root)} {_checksum(path)}".encode())
+    return f"{_version(distribution)}+{found.hexdigest()[:8]}"
 
 
 def _compiler(platform: str) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ejkernel.cli._completion import complete_function, complete_platform
+from ejkernel.cli.completion import complete_function, complete_platform
 from ejkernel.cli.output import AsJson, UserError, console, emit, first_line, own_output, say, table, user_mistakes
 from ejkernel.utils.kernel_store import MANIFEST, bundled_kernels, collect_in
 
@@ -124,10 +124,15 @@ def _calls(
     what: Sequence[str], shapes: Path | None, patterns: Sequence[str] | None, dtypes: Sequence[str], forward_only: bool
 ) -> Iterator[tuple[str, Mapping[str, Any] | None, Mapping[str, Any], bool]]:
     """Name, arrays, options, and whether the gradient is meant."""
-    from ejkernel._plugins.catalog import OPERATIONS
-    from ejkernel.cli._cases import usual_case
+    from ejkernel.cli.cases import usual_case
     from ejkernel.cli.tune import calls_in_file, calls_of_cases
     from ejkernel.operations import get_operation
+
+    def differentiable(name: str) -> bool:
+        try:
+            return bool(get_operation(name).differentiable)
+        except ValueError:  # a public function
+            return True
 
     operations = [name for name in what if ":" not in name]
     yield from ((name, None, {}, False) for name in what if ":" in name)
@@ -138,7 +143,7 @@ def _calls(
             calls = calls_of_cases(name, patterns or [usual_case(name, "gpu").name], dtypes)
         for arrays, options in calls:
             yield name, arrays, options, False
-            if not forward_only and (name not in OPERATIONS or get_operation(name).differentiable):
+            if not forward_only and differentiable(name):
                 yield name, arrays, options, True
 
 
@@ -203,7 +208,7 @@ def _run(programs: Sequence[Program], out: Path, jobs: int) -> list[Done]:
 
 
 def _lower(program: Program) -> Done:
-    from ejkernel._plugins.registry import kernel_registry
+    from ejkernel import kernel_registry
     from ejkernel.call.policy import use
     from ejkernel.targets import as_target
 

@@ -53,7 +53,7 @@ def _usual_request(operation: str, target: Any) -> Any:
     from ejkernel._pipeline.operation import get_operation
     from ejkernel.call.policy import policy_for_call
     from ejkernel.call.request import Request
-    from ejkernel.cli._cases import usual_case
+    from ejkernel.cli.cases import usual_case
     from ejkernel.testing.shapes import bound_shapes
 
     dtype = "float32" if target.backend == "cpu" else "bfloat16"

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli._completion import FormerOperation, OneOperation
+from ejkernel.cli.completion import FormerOperation, OneOperation
 from ejkernel.cli.output import AsJson, UserError, console, emit, say, table, user_mistakes, verdict
 
 cache_app = typer.Typer(help="Look after the cache of tuned configs and compiled kernels.", no_args_is_help=False)

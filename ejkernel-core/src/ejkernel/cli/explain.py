@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli._completion import complete_function, complete_platform
+from ejkernel.cli.completion import complete_function, complete_platform
 from ejkernel.cli.output import AsJson, UserError, console, emit, own_output, say, table, user_mistakes, verdict
 
 
@@ -133,19 +133,19 @@ def _explain_case(operation: str, case: str | None, dtype: str | None, platform:
     from ejkernel._pipeline.operation import get_operation
     from ejkernel._plugins.catalog import OPERATIONS
     from ejkernel.call.policy import policy_for_call
-    from ejkernel.cli import _cases
+    from ejkernel.cli import cases
     from ejkernel.targets import resolve_target
 
     if case is None and operation not in OPERATIONS:
         raise _no_arrays(operation)
     backend = (policy_for_call(operation, None).target or resolve_target(())).backend
-    known = _cases.cases_of(operation)
-    found = _cases.usual_case(operation, backend) if case is None else _cases.matching_cases(operation, [case])[0]
+    known = cases.cases_of(operation)
+    found = cases.usual_case(operation, backend) if case is None else cases.matching_cases(operation, [case])[0]
     dtype = dtype or ("bfloat16" if case is None and backend != "cpu" else "float32")
     about = f"the case {found.name}, one of {len(known)}; of your own: --shape name=sizes:dtype, --option name=value"
     with explanation.capture():
         try:
-            get_operation(operation).invoke(_cases.shapes(found, dtype), found.options, platform=platform)
+            get_operation(operation).invoke(cases.shapes(found, dtype), found.options, platform=platform)
         except explanation.Captured as captured:
             return "" if case else about, captured.explanation
     raise UserError(f"{operation}: does not dispatch")

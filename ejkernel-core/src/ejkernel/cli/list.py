@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli._completion import FormerOperation, OneOperation, complete_platform
+from ejkernel.cli.completion import FormerOperation, OneOperation, complete_platform
 from ejkernel.cli.output import AsJson, console, emit, say, table, user_mistakes, verdict
 
 

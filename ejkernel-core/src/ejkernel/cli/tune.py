@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli._completion import complete_function, complete_platform
+from ejkernel.cli.completion import complete_function, complete_platform
 from ejkernel.cli.output import AsJson, UserError, console, emit, own_output, say, table, user_mistakes, verdict
 
 _SPEC = re.compile(r"(\w+)\[([\d,\s]*)\]")
@@ -104,10 +104,10 @@ def calls_of_cases(
     operation: str, patterns: Sequence[str], dtypes: Sequence[str]
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Arrays and options of the cases whose names match, in each dtype."""
-    from ejkernel.cli import _cases
+    from ejkernel.cli import cases
 
-    chosen = _cases.matching_cases(operation, patterns)
-    return [(_cases.shapes(case, dtype), case.options) for case in chosen for dtype in dtypes]
+    chosen = cases.matching_cases(operation, patterns)
+    return [(cases.shapes(case, dtype), case.options) for case in chosen for dtype in dtypes]
 
 
 def calls_in_file(path: Path, operation: str) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
