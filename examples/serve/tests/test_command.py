@@ -116,7 +116,7 @@ def test_the_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         assert row["tokens_per_second"] == pytest.approx(row["generated_tokens"] / row["seconds"])
         assert 0 < row["token_seconds"]["p50"] <= row["token_seconds"]["p99"] < row["seconds"]
         assert 0 < row["first_token_seconds"]["p50"] < row["seconds"]
-    assert record["rows"][0]["steps"] == 6  # two chunks of the prompt, then four tokens
+    assert record["rows"][0]["steps"] == 3  # two chunks of the prompt, then four tokens at once
     assert "llama-tiny on cpu" in capsys.readouterr().out
 
 

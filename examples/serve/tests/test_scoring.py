@@ -70,7 +70,7 @@ def test_known_pages_are_not_reused_but_written_alike(model: Model, engine_of: E
 
 def test_preemption_loses_no_value_and_doubles_none(model: Model, engine_of: Engines):
     """The first loses its pages while it is scored, as others grow; of many, some when they generate."""
-    engine = engine_of(pages=16, max_requests=4, buckets=(4,))
+    engine = engine_of(pages=16, max_requests=4, buckets=(4,), burst=1)
     sampling = Sampling(14, 0.0, prompt_logprobs=True, top_logprobs=1)
     engine.scheduler.end = None
     for number in range(3):

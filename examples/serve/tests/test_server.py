@@ -36,7 +36,7 @@ def server(engine_of: Engines) -> Iterator[Server]:
 @pytest.fixture
 def slow(engine_of: Engines) -> Iterator[Server]:
     """One request at a time, at most two that wait, 20 ms a token."""
-    engine = engine_of(**{**SIZES, "max_requests": 1, "max_waiting": 2})
+    engine = engine_of(**{**SIZES, "max_requests": 1, "max_waiting": 2, "burst": 1})
     step = engine.step
 
     def slowly() -> list[News]:

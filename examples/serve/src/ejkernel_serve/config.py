@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from ejkernel_serve.grammar import Guide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +112,7 @@ class Sampling:
         logit_bias: added to the logits of these tokens.
         top_logprobs: how many of the likeliest tokens are reported, with their log-probabilities, in place of each token.
         prompt_logprobs: the log-probabilities of the prompt's tokens are found too. Then `max_tokens` may be 0.
+        guide: a grammar that the text follows; each request begins with a copy.
     """
 
     max_tokens: int = 16
@@ -124,6 +128,7 @@ class Sampling:
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict[int, float])
     top_logprobs: int = 0
     prompt_logprobs: bool = False
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -154,8 +159,8 @@ class Sampling:
 
     @property
     def adjusts(self) -> bool:
-        """Logits are changed before a token is drawn."""
-        return self.penalised or bool(self.logit_bias)
+        """Logits are changed, or tokens left out, before one is drawn."""
+        return self.penalised or bool(self.logit_bias) or self.guide is not None
 
     @property
     def penalised(self) -> bool:

@@ -64,6 +64,7 @@ class Batch(NamedTuple):
         adjusted: int32 `[S, A]`, tokens whose logits l become `(l / factor if l > 0 else l * factor) + bias` before one is drawn;
             none twice in a row, -1 where there are fewer. None: none.
         factor, bias: float32 `[S, A]`.
+        allowed: bool `[S, TOKENS]`, tokens that may be drawn. None: all.
         targets: int32 `[S]`, tokens whose log-probabilities are reported instead of those of the drawn ones; -1: the drawn one's.
             None: -1.
     """
@@ -84,6 +85,7 @@ class Batch(NamedTuple):
     adjusted: Array | None = None
     factor: Array | None = None
     bias: Array | None = None
+    allowed: Array | None = None
     targets: Array | None = None
 
 
@@ -211,6 +213,9 @@ def _draw(logits: jax.Array, batch: Batch, top: int) -> Draws:
         return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), drawn)
 
     possible = jnp.arange(logits.shape[-1]) < TOKENS
+    allowed = possible
+    if batch.allowed is not None:
+        allowed = jnp.pad(batch.allowed, ((0, 0), (0, logits.shape[-1] - TOKENS)))
     drawn = ejkernel.sample_tokens(
         _adjust(logits, batch),
         jax.vmap(key)(batch.seeds, batch.drawn),
@@ -218,7 +223,7 @@ def _draw(logits: jax.Array, batch: Batch, top: int) -> Draws:
         top_k=batch.top_k,
         top_p=batch.top_p,
         min_p=batch.min_p,
-        token_mask=possible,
+        token_mask=allowed,
     )
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
     reported = drawn if batch.targets is None else jnp.where(batch.targets < 0, drawn, batch.targets)

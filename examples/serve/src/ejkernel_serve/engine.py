@@ -142,6 +142,7 @@ class Engine:
         size = self.config.bucket(sum(chunk.tokens for chunk in chunks))
         batch = self._empty(size, scores=any(chunk.scored for chunk in chunks))
         min_p, adjustments = np.zeros(len(batch.rows), np.float32), list[penalties.Adjustments]()
+        allowed: np.ndarray | None = None
         end = row = 0
         for number, (request, size, drafts, scored, _) in enumerate(chunks):
             start, last, end = end, end + size - 1, end + size + len(drafts)
@@ -166,8 +167,12 @@ class Engine:
             batch.temperature[drawing], batch.top_k[drawing] = sampling.temperature, sampling.top_k
             batch.top_p[drawing], min_p[drawing] = sampling.top_p, sampling.min_p
             adjustments += [{}] * len(scored) + penalties.of_chunk(chunks[number])
+            if request.guide is not None and size == request.remaining:
+                allowed = np.ones((len(batch.rows), device.TOKENS), bool) if allowed is None else allowed
+                allowed[drawing] = request.guide.allowed()
         adjustments += [{}] * (len(batch.rows) - row)
-        return batch._replace(min_p=min_p if min_p.any() else None, **penalties.arrays(adjustments, device.ADJUSTED))
+        adjusted = penalties.arrays(adjustments, device.ADJUSTED)
+        return batch._replace(min_p=min_p if min_p.any() else None, allowed=allowed, **adjusted)
 
 
 def _top(chunks: Sequence[Chunk]) -> int:

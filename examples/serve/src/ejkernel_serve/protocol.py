@@ -8,12 +8,13 @@ import hashlib
 import json
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ejkernel_serve.config import MAX_BIAS, MAX_PENALTY, MAX_REPETITION, MIN_REPETITION, Sampling
 from ejkernel_serve.device import TOKENS
+from ejkernel_serve.grammar import Guide
 from ejkernel_serve.text import text_of, tokens_of
 
 MAX_CHOICES = 64
@@ -52,6 +53,42 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class JsonSchema(BaseModel):
+    """`strict` and the texts beside the schema, which the model does not read, change nothing."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    name: str = ""
+    description: str = ""
+    strict: bool = True
+    schema_: dict[str, Any] = Field(default_factory=lambda: {"type": "object"}, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What the text must be: anything, a JSON object, or JSON of a schema."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("has json_schema where type is json_schema, and nowhere else")
+        return self
+
+    @functools.cached_property
+    def guide(self) -> Guide | None:
+        """Raises:
+        ApiError: no grammar can be made of the schema.
+        """
+        if self.type == "text":
+            return None
+        try:
+            return Guide.of_schema({"type": "object"} if self.json_schema is None else self.json_schema.schema_)
+        except ValueError as error:
+            raise ApiError(400, f"response_format: {error}", param="response_format") from None
+
+
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -80,6 +117,7 @@ class GenerationRequest(BaseModel):
     n: int = Field(1, ge=1, lt=2**31)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat = ResponseFormat(type="text")
     user: str = ""
 
     @property
@@ -137,7 +175,7 @@ class GenerationRequest(BaseModel):
 
     def prepare(self) -> None:
         """Compute, in whichever thread this is, what the loop's would else have to."""
-        _ = self.stops
+        _ = self.stops, self.response_format.guide
 
     def requests(self) -> list[tuple[tuple[int, ...], Sampling]]:
         """One for each candidate: those of the first prompt, then those of the next one."""
@@ -155,6 +193,7 @@ class GenerationRequest(BaseModel):
             logit_bias=self.logit_bias,
             top_logprobs=self.likeliest,
             prompt_logprobs=self.scores,
+            guide=self.response_format.guide,
         )
         return [
             (prompt, dataclasses.replace(sampling, seed=_seed(seed, number)))

@@ -69,7 +69,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.stops = StopMatcher(self.sampling.stop)
-        """Has read what was generated."""
+        self.guide = None if self.sampling.guide is None else self.sampling.guide.copy()
+        """Both have read what was generated."""
 
     @property
     def generated(self) -> list[int]:
@@ -254,11 +255,13 @@ class Scheduler:
         """Give requests that decode drafts, as far as budget and free pages go; none is preempted for a guess."""
         for place, (request, size, *_) in enumerate(chunks):
             wanted = min(
-                self.config.drafts,
+                0 if request.guide is not None else self.config.drafts,
                 budget,
                 request.longest - len(request.tokens) - 1,  # what may come after the next token
             )
-            if size == request.remaining == 1 and wanted > 0:  # the tree counts from a chunk's first token
+            if (
+                size == request.remaining == 1 and wanted > 0 and request.guide is None
+            ):  # the tree counts from a chunk's first token
                 drafts = self.propose(request.tokens, wanted)
                 if self._extend(request, size + len(drafts)):
                     budget -= len(drafts)
@@ -266,11 +269,11 @@ class Scheduler:
         return chunks
 
     def _burst(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Let requests that all decode have some tokens each, if their logits are not adjusted and there is room for all."""
+        """Let requests that have all begun have some tokens each, if their logits are not adjusted and there is room for all."""
         number, requests = self.config.burst, [chunk.request for chunk in chunks]
         if (
             number == 1
-            or any(request.remaining > 1 or request.sampling.adjusts for request in requests)
+            or any(request.remaining > 1 or not request.generated or request.sampling.adjusts for request in requests)
             or any(request.computed + number > self.config.max_length for request in requests)
             or all(len(request.tokens) + 1 == request.longest for request in requests)
         ):
@@ -294,7 +297,7 @@ class Scheduler:
             return right
         while True:
             token, logprob = drawn.tokens[at + 1], drawn.logprobs[at + 1]
-            if token < 0 or not math.isfinite(logprob):
+            if token < 0 or not math.isfinite(logprob) or (request.guide is not None and not request.guide.advance(token)):
                 return None
             request.tokens.append(token)
             request.logprobs.append(logprob)
