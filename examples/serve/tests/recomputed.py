@@ -27,7 +27,8 @@ def _logits(model_config: Any, length: int) -> Callable[[Model, jax.Array], jax.
         for repeat in range(model_config.repeats):
             for block in jax.tree.map(operator.itemgetter(repeat), model.blocks):
                 x, _ = block(x, context)
-        return operations.rms_norm(x[0], model.norm, model_config.epsilon) @ model.output.T
+        head = model.embedding if model.head is None else model.head
+        return operations.rms_norm(x[0], model.norm, model_config.epsilon) @ head.T
 
     return jax.jit(forward)
 

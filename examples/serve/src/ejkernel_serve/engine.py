@@ -88,7 +88,7 @@ class Engine:
         for size in self.config.buckets:
             # no request has tokens, so nothing is stored
             self._run(self._empty(size)).tokens.block_until_ready()
-            if size <= decoding and not self.config.drafts:
+            if self.config.burst > 1 and size <= decoding and not self.config.drafts:
                 self._run(self._empty(size), burst=self.config.burst).tokens.block_until_ready()
 
     def probe(self) -> None:

@@ -259,9 +259,7 @@ class Scheduler:
                 budget,
                 request.longest - len(request.tokens) - 1,  # what may come after the next token
             )
-            if (
-                size == request.remaining == 1 and wanted > 0 and request.guide is None
-            ):  # the tree counts from a chunk's first token
+            if size == request.remaining == 1 and wanted > 0:  # the tree counts from a chunk's first token
                 drafts = self.propose(request.tokens, wanted)
                 if self._extend(request, size + len(drafts)):
                     budget -= len(drafts)

@@ -399,11 +399,6 @@ class Model(eqx.Module):
         self.config = config
         self.stacked = stacked
 
-    @property
-    def output(self) -> jax.Array:
-        """What hidden states are multiplied with for logits, `[V, d]`."""
-        return self.embedding if self.head is None else self.head
-
     @staticmethod
     def parts(model: Model) -> tuple[Any, ...]:
         return model.embedding, model.blocks, model.norm, model.head
