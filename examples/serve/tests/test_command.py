@@ -18,7 +18,7 @@ import pytest
 from ejkernel_serve import bench, models
 from ejkernel_serve.__main__ import main
 from ejkernel_serve.config import EngineConfig, Sampling
-from ejkernel_serve.engine import STEP, Engine
+from ejkernel_serve.engine import Engine
 from ejkernel_serve.text import text_of, tokens_of
 from ejkernel_train import __main__ as trainer
 
@@ -86,11 +86,11 @@ def test_nothing_is_compiled_after_the_warm_up(checkpoint: Path):
         engine = Engine(models.load_model("llama", "tiny", folder), config)
         engine.scheduler.end = None
         engine.warm_up()
-        programs = STEP._cache_size()
+        programs = [program._cache_size() for program in engine.programs]
         requests = [engine.submit(tokens_of("a" * size), Sampling(max_tokens=3)) for size in (1, 9, 20)]
         engine.finish()
         assert [len(request.generated) for request in requests] == [3, 3, 3]
-        assert STEP._cache_size() == programs
+        assert [program._cache_size() for program in engine.programs] == programs
 
 
 def test_checkpoints_that_are_none(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -31,24 +31,36 @@ class Memory:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler, self.stored = scheduler, dict[tuple[int, int], int]()
+        self.drawn = dict[Request, Sequence[int]]()  # in the last burst
+        self.ahead = list[Chunk](), list[Drawn]()
 
-    def step(self) -> None:
-        chunks = self.scheduler.plan()
-        self.scheduler.commit(chunks, [self.compute(chunk) for chunk in chunks])
+    def step(self) -> list[Chunk]:
+        """As the engine does: what follows is planned and computed before the step is committed. Returns what was computed."""
+        chunks, drawn = self.ahead
+        if not chunks:
+            chunks = self.scheduler.plan()
+            drawn = [self.compute(chunk) for chunk in chunks]
+        following = self.scheduler.plan_ahead(chunks) if chunks else []
+        self.ahead = following, [self.compute(chunk) for chunk in following]
+        self.scheduler.commit(chunks, drawn)
+        return chunks
 
     def compute(self, chunk: Chunk) -> Drawn:
         """What is drawn after the chunk and after each draft, which sees the request's tokens and the drafts that lead to it, or
         in a burst, each after those before."""
-        request, size, drafts, _, burst = chunk
+        request, size, drafts, _, burst, ahead = chunk
         assert size == 1 or (not drafts and burst == 1)
-        done = request.computed + size
+        assert ahead in (0, burst if burst > 1 else 0)
+        tokens = [*request.tokens, *(self.drawn[request] if ahead else ())]
+        computed = request.computed + ahead
+        done = computed + size
         places = [(request.pages[at // 2], at % 2) for at in range(done + max(len(drafts), burst - 1))]
-        for at in range(request.computed, done):
-            self.stored[places[at]] = request.tokens[at]
+        for at in range(computed, done):
+            self.stored[places[at]] = tokens[at]
         read = [self.stored[place] for place in places[:done]]
-        assert read == request.tokens[:done]
+        assert read == tokens[:done]
         if burst > 1:
-            drawn = generated_alone(read, burst)
+            drawn = self.drawn[request] = generated_alone(read, burst)
             self.stored.update(zip(places[done:], drawn, strict=False))
             return Drawn(drawn, [0.0] * burst)
         texts = [read]
@@ -198,20 +210,22 @@ def test_whatever_happens_no_page_is_lost_and_no_request_mixed(reuse: bool, draf
     scheduler = Scheduler(config, propose=guesses)
     memory = Memory(scheduler)
     requests: list[Request] = []
-    preempted = reused = bursts = 0
+    preempted = reused = bursts = ahead = 0
     while len(requests) < 500 or scheduler.busy:
-        if len(requests) < 500 and chance.random() < 0.5 and len(scheduler.waiting) < 50:
+        quiet = len(requests) % 50 > 35  # then no request comes while another runs
+        if len(requests) < 500 and chance.random() < 0.5 and len(scheduler.waiting) < 50 and not (quiet and scheduler.busy):
             start = chance.choice([[1, 2, 3, 4, 5], [1, 2, 3, 9], []])
             prompt = [*start, *(chance.randrange(250) for _ in range(chance.randint(1, 5)))]
             requests.append(scheduler.submit(prompt, Sampling(max_tokens=chance.randint(1, 10))))
         if chance.random() < 0.1 and scheduler.busy:
             scheduler.cancel(chance.choice([*scheduler.waiting, *scheduler.running]))
-        chunks = scheduler.plan()
+        busy = scheduler.busy
+        chunks = memory.step()
         assert sum(chunk.tokens for chunk in chunks) <= 6 and len(chunks) <= 4
-        assert chunks or not scheduler.busy
+        assert chunks or not busy
         assert len({chunk.burst for chunk in chunks}) <= 1
         bursts += any(chunk.burst > 1 for chunk in chunks)
-        scheduler.commit(chunks, [memory.compute(chunk) for chunk in chunks])
+        ahead += any(chunk.ahead for chunk in chunks)
         scheduler.check()
     assert scheduler.cache.held == 0 and scheduler.cache.available == config.pages
     for request in requests:
@@ -221,5 +235,5 @@ def test_whatever_happens_no_page_is_lost_and_no_request_mixed(reuse: bool, draf
         preempted, reused = preempted + request.preemptions, reused + request.reused
     cancelled = sum(request.reason == "cancelled" for request in requests)
     assert 50 < cancelled < 250 and preempted > 50
-    assert (reused > 100) == reuse and (bursts > 100) == (burst > 1)
+    assert (reused > 100) == reuse and (bursts > 100) == (ahead > 10) == (burst > 1)
     assert (sum(request.accepted for request in requests) > 100) == bool(drafts)

@@ -11,7 +11,7 @@ from recomputed import greedy, logprobs, prompts
 
 from ejkernel_serve.config import Sampling
 from ejkernel_serve.device import TOKENS
-from ejkernel_serve.engine import STEP, Engine
+from ejkernel_serve.engine import Engine
 from ejkernel_serve.scheduler import Request
 from ejkernel_serve.speculative import Draft
 from ejkernel_train.model import Model
@@ -119,16 +119,17 @@ def test_the_longest_prompt(model: Model, engine_of: Engines):
         engine.submit([*prompt, 1], SCORE)
 
 
-def test_a_request_cancelled_while_its_step_runs(model: Model, engine_of: Engines, monkeypatch: pytest.MonkeyPatch):
+def test_a_request_cancelled_while_its_step_runs(model: Model, engine_of: Engines):
     """What was computed for its neighbour reaches that one."""
     engine = engine_of()
     gone, stays = (engine.submit(prompt, SCORE) for prompt in ([256, *b"gone"], [256, *b"stays here"]))
 
     def cancelling(*arguments: Any, **options: Any) -> Any:
         engine.cancel(gone)
-        return STEP(*arguments, **options)
+        return programs.step(*arguments, **options)
 
-    monkeypatch.setattr("ejkernel_serve.engine.STEP", cancelling)
+    programs = engine.programs
+    engine.programs = programs._replace(step=cancelling)
     engine.finish()
     check(model, stays)
     assert gone.prompt_logprobs == [] and gone.reason == "cancelled"

@@ -8,6 +8,9 @@ What most requests do not ask for is absent from their batches, and so from the 
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -47,19 +50,19 @@ class Batch(NamedTuple):
     """The tokens of one step, and how the next token of each request is drawn.
 
     Attributes:
-        tokens: int32 `[N]`.
+        tokens: int32 `[N]`; in a burst, -1 for the last one that the burst before has drawn in that row.
         positions: int32 `[N]`, of each token in its text.
         starts: int32 `[R + 1]`, cumulative numbers of tokens; requests that are not in use have none.
         lengths: int32 `[R]`, tokens of each request after this step.
         tables: int32 `[R, W]`, pages of each request.
-        tree: float32 `[R, Q, Q]`, what the first Q new tokens of a request see of each other: see `speculative.tree_bias`. None
-            without drafts.
         rows: int32 `[S]`, the tokens after which one is drawn.
         seeds: uint32 `[S, 2]`, the words of a Threefry key.
         drawn: int32 `[S]`, how many tokens the request has drawn before.
         temperature: float32 `[S]`.
         top_k: int32 `[S]`, 0 for all.
         top_p: float32 `[S]`.
+        tree: float32 `[R, Q, Q]`, what the first Q new tokens of a request see of each other: see `speculative.tree_bias`. None
+            without drafts.
         min_p: float32 `[S]`. None: 0.
         adjusted: int32 `[S, A]`, tokens whose logits l become `(l / factor if l > 0 else l * factor) + bias` before one is drawn;
             none twice in a row, -1 where there are fewer. None: none.
@@ -74,13 +77,13 @@ class Batch(NamedTuple):
     starts: Array
     lengths: Array
     tables: Array
-    tree: Array | None
     rows: Array
     seeds: Array
     drawn: Array
     temperature: Array
     top_k: Array
     top_p: Array
+    tree: Array | None = None
     min_p: Array | None = None
     adjusted: Array | None = None
     factor: Array | None = None
@@ -92,6 +95,8 @@ class Batch(NamedTuple):
 class Draws(NamedTuple):
     """What a step has drawn. Log-probabilities are the model's, before adjustments, temperature and filters.
 
+    Those of a burst have a second axis, `[S, number, ...]`.
+
     Attributes:
         tokens: int32 `[S]`; -1 where the logits are not finite.
         logprobs: float32 `[S]`, of them or of `Batch.targets`.
@@ -99,10 +104,14 @@ class Draws(NamedTuple):
         top_logprobs: float32 `[S, top]`.
     """
 
-    tokens: jax.Array
-    logprobs: jax.Array
-    top_tokens: jax.Array | None = None
-    top_logprobs: jax.Array | None = None
+    tokens: Array
+    logprobs: Array
+    top_tokens: Array | None = None
+    top_logprobs: Array | None = None
+
+
+Fields = tuple[tuple[str, tuple[int, ...], str], ...]
+"""Names, shapes and dtypes of the arrays of a batch."""
 
 
 class Weights(eqx.Module):
@@ -165,10 +174,11 @@ def step(weights: Weights, pages: Pages, batch: Batch, top: int = 0) -> tuple[Pa
     return pages, _draw(logits, batch, top)
 
 
-def steps(weights: Weights, pages: Pages, batch: Batch, number: int, top: int = 0) -> tuple[Pages, Draws]:
-    """So many steps in one program, each with the tokens that the one before has drawn: without a trip to the host for each token.
+def steps(weights: Weights, pages: Pages, batch: Batch, before: jax.Array, number: int, top: int = 0) -> tuple[Pages, Draws]:
+    """A burst: so many steps in one program, each with the tokens that the one before has drawn, without a trip to the host.
 
     For batches in which request i has one token, token i, after which row i is drawn; without trees, adjustments and targets.
+    `before`: int32 `[S]`, what stands for tokens of -1.
 
     Returns:
         As `step`; what was drawn has a second axis, `[S, number]`.
@@ -178,15 +188,90 @@ def steps(weights: Weights, pages: Pages, batch: Batch, number: int, top: int = 
         pages, batch = carry
         pages, draws = step(weights, pages, batch, top)
         following = batch._replace(
-            tokens=jnp.asarray(batch.tokens).at[: len(draws.tokens)].set(draws.tokens.clip(min=0)),
+            tokens=with_rows(batch.tokens, draws.tokens),
             positions=batch.positions + 1,
             lengths=batch.lengths + (batch.lengths > 0).astype(jnp.int32),
             drawn=batch.drawn + 1,
         )
         return (pages, following), draws
 
+    def with_rows(tokens: Array, drawn: Array) -> jax.Array:
+        return jnp.asarray(tokens).at[: len(drawn)].set(jnp.asarray(drawn).clip(min=0))
+
+    tokens = jnp.asarray(batch.tokens)
+    batch = batch._replace(tokens=jnp.where(tokens < 0, with_rows(tokens, before), tokens))
     (pages, _), draws = jax.lax.scan(one, (pages, jax.tree.map(jnp.asarray, batch)), length=number)
     return pages, jax.tree.map(lambda each: jnp.moveaxis(each, 0, 1), draws)
+
+
+class Programs(NamedTuple):
+    """What an engine runs: one program for each bucket, and others for what few requests ask for.
+
+    Attributes:
+        step: `(leaves of the weights, pages, words, fields=, top=)`, words and fields from `pack`: the pages, donated, and the
+            words of `Draws`.
+        burst: `(leaves, pages, words, words of the burst before, fields=, number=, top=)`: the same.
+    """
+
+    step: Any
+    burst: Any
+
+
+@functools.cache
+def programs(structure: Any) -> Programs:
+    """Of weights with this structure, whose leaves are their arguments: walking through the weights takes longer than a launch."""
+
+    def one(leaves: Sequence[jax.Array], pages: Pages, words: jax.Array, fields: Fields, top: int) -> tuple[Pages, jax.Array]:
+        pages, draws = step(jax.tree.unflatten(structure, leaves), pages, _unpack(words, fields), top)
+        return pages, _words_of(draws)
+
+    def burst(
+        leaves: Sequence[jax.Array], pages: Pages, words: jax.Array, before: jax.Array, fields: Fields, number: int, top: int
+    ) -> tuple[Pages, jax.Array]:
+        weights = jax.tree.unflatten(structure, leaves)
+        pages, draws = steps(weights, pages, _unpack(words, fields), before[:, -1, 0], number, top)
+        return pages, _words_of(draws)
+
+    jit = functools.partial(jax.jit, donate_argnums=1)
+    return Programs(
+        jit(one, static_argnames=("fields", "top")),
+        jit(burst, static_argnames=("fields", "number", "top")),
+    )
+
+
+def pack(batch: Batch) -> tuple[np.ndarray[Any, Any], Fields]:
+    """A batch as one array of int32, which goes to the device in one copy: each takes a while, however small."""
+    given = [(name, np.asarray(array)) for name, array in batch._asdict().items() if array is not None]
+    words = [array.astype(np.int32) if array.dtype == bool else array.view(np.int32) for _, array in given]
+    fields = tuple((name, array.shape, array.dtype.name) for name, array in given)
+    return np.concatenate([each.ravel() for each in words]), fields
+
+
+def _unpack(words: jax.Array, fields: Fields) -> Batch:
+    found, start = dict[str, jax.Array](), 0
+    for name, shape, dtype in fields:
+        each = words[start : start + math.prod(shape)].reshape(shape)
+        found[name] = each != 0 if dtype == "bool" else jax.lax.bitcast_convert_type(each, dtype)
+        start += math.prod(shape)
+    return Batch(**found)
+
+
+def _words_of(draws: Draws) -> jax.Array:
+    """int32 `[..., 2 + 2 top]`, which comes back in one copy."""
+    given = [draws.tokens[..., None], draws.logprobs[..., None], draws.top_tokens, draws.top_logprobs]
+    return jnp.concatenate([jax.lax.bitcast_convert_type(each, jnp.int32) for each in given if each is not None], axis=-1)
+
+
+def draws_of(words: np.ndarray[Any, Any]) -> Draws:
+    """What a program returned, on the host."""
+    top = words.shape[-1] // 2 - 1
+    tokens, logprobs, top_tokens, top_logprobs = np.split(words, [1, 2, 2 + top], axis=-1)
+
+    def numbers(words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.ascontiguousarray(words).view(np.float32)
+
+    drawn = tokens[..., 0], numbers(logprobs)[..., 0]
+    return Draws(*drawn, top_tokens, numbers(top_logprobs)) if top else Draws(*drawn)
 
 
 def _block(

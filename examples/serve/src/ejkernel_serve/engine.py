@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,11 +16,12 @@ from ejkernel_serve.scheduler import Chunk, Drawn, News, Request, Scheduler, Top
 from ejkernel_train.data import START
 from ejkernel_train.model import Model
 
-STEP = jax.jit(device.step, donate_argnums=1, static_argnames="top")
-"""One program for each bucket, shared by engines of the same sizes, and others for what few requests ask for."""
 
-STEPS = jax.jit(device.steps, donate_argnums=1, static_argnames=("number", "top"))
-"""One program for each bucket of which all tokens may be of requests that decode."""
+class _Launch(NamedTuple):
+    """What runs on the device, and the words that it will return, see `device.Programs`."""
+
+    chunks: Sequence[Chunk]
+    words: jax.Array
 
 
 class Engine:
@@ -38,7 +40,10 @@ class Engine:
         weights = device.prepare(model, config.dtype, config.max_length)
         pages = device.empty_pages(model.config, config.pages, config.page_size, config.dtype)
         # placed, as restored weights are: with pages that were not, the first step's program would be another than later ones'
-        self._weights, self._pages = jax.device_put((weights, pages), jax.devices()[0])
+        weights, self._pages = jax.device_put((weights, pages), jax.devices()[0])
+        self._weights, structure = jax.tree.flatten(weights)
+        self.programs = device.programs(structure)
+        self._ahead: _Launch | None = None
 
     @property
     def busy(self) -> bool:
@@ -67,15 +72,27 @@ class Engine:
             self.scheduler.cancel(request)
 
     def step(self) -> list[News]:
-        """Run one step. Returns the requests that have new tokens, with which they may have ended."""
+        """Run one step. Returns the requests that have new tokens, with which they may have ended.
+
+        While all decode, the step that follows is launched before this one's tokens are read, so that the device never waits for
+        the host; what it draws for requests that have ended by then is dropped.
+        """
+        launch, self._ahead = self._ahead, None
+        if launch is None:
+            with self._lock:
+                chunks = self.scheduler.plan()
+                batch = self.batch(chunks) if chunks else None
+            if batch is None:
+                return []
+            launch = self._launch(chunks, batch)
         with self._lock:
-            chunks = self.scheduler.plan()
-            batch = self.batch(chunks) if chunks else None
-        if batch is None:
-            return []
-        drawn = _by_chunk(chunks, self._run(batch, _top(chunks), chunks[0].burst))
+            following = self.scheduler.plan_ahead(launch.chunks)
+            batch = self.batch(following) if following else None
+        if batch is not None:
+            self._ahead = self._launch(following, batch, launch.words)
+        drawn = _by_chunk(launch.chunks, device.draws_of(np.asarray(launch.words)))
         with self._lock:
-            return self.scheduler.commit(chunks, drawn)
+            return self.scheduler.commit(launch.chunks, drawn)
 
     def finish(self) -> None:
         """Step until no request is left."""
@@ -87,9 +104,9 @@ class Engine:
         decoding = self.config.bucket(self.config.max_requests)
         for size in self.config.buckets:
             # no request has tokens, so nothing is stored
-            self._run(self._empty(size)).tokens.block_until_ready()
+            self._run(self._empty(size)).block_until_ready()
             if self.config.burst > 1 and size <= decoding and not self.config.drafts:
-                self._run(self._empty(size), burst=self.config.burst).tokens.block_until_ready()
+                self._run(self._empty(size), burst=self.config.burst).block_until_ready()
 
     def probe(self) -> None:
         """Generate a token.
@@ -107,12 +124,23 @@ class Engine:
         with self._lock:
             self.scheduler.check()
 
-    def _run(self, batch: device.Batch, top: int = 0, burst: int = 1) -> device.Draws:
+    def _launch(self, chunks: Sequence[Chunk], batch: device.Batch, before: jax.Array | None = None) -> _Launch:
+        """`before`: words of the burst that these chunks follow."""
+        words = self._run(batch, _top(chunks), chunks[0].burst, before)
+        words.copy_to_host_async()
+        return _Launch(chunks, words)
+
+    def _run(self, batch: device.Batch, top: int = 0, burst: int = 1, before: jax.Array | None = None) -> jax.Array:
+        words, fields = device.pack(batch)
         if burst == 1:
-            self._pages, draws = STEP(self._weights, self._pages, batch, top=top)
-        else:
-            self._pages, draws = STEPS(self._weights, self._pages, batch, number=burst, top=top)
-        return draws
+            self._pages, drawn = self.programs.step(self._weights, self._pages, words, fields=fields, top=top)
+            return drawn
+        if before is None:
+            before = _no_words(len(batch.rows), burst, 2 + 2 * top)
+        self._pages, drawn = self.programs.burst(
+            self._weights, self._pages, words, before, fields=fields, number=burst, top=top
+        )
+        return drawn
 
     def _empty(self, size: int, *, scores: bool = False) -> device.Batch:
         """A batch of so many tokens without requests. There are never more requests or drawn tokens than tokens.
@@ -144,12 +172,14 @@ class Engine:
         min_p, adjustments = np.zeros(len(batch.rows), np.float32), list[penalties.Adjustments]()
         allowed: np.ndarray | None = None
         end = row = 0
-        for number, (request, size, drafts, scored, _) in enumerate(chunks):
+        for number, (request, size, drafts, scored, _, ahead) in enumerate(chunks):
             start, last, end = end, end + size - 1, end + size + len(drafts)
-            done = request.computed + size
+            computed = request.computed + ahead
+            done = computed + size
             depths = (0, *speculative.depths(drafts))
-            batch.tokens[start:end] = [*request.tokens[request.computed : done], *(draft.token for draft in drafts)]
-            batch.positions[start:end] = [*range(request.computed, done), *(done - 1 + depth for depth in depths[1:])]
+            tokens = [-1] if ahead else request.tokens[computed:done]
+            batch.tokens[start:end] = [*tokens, *(draft.token for draft in drafts)]
+            batch.positions[start:end] = [*range(computed, done), *(done - 1 + depth for depth in depths[1:])]
             batch.starts[number + 1 :] = end
             batch.lengths[number] = done + len(drafts)
             batch.tables[number, : len(request.pages)] = request.pages
@@ -161,7 +191,7 @@ class Engine:
             drawing = slice(row + len(scored), row + len(scored) + len(depths))
             row = drawing.stop
             batch.rows[drawing] = range(last, end)
-            batch.drawn[drawing] = [len(request.tokens) - request.prompt + depth for depth in depths]
+            batch.drawn[drawing] = [len(request.tokens) + ahead - request.prompt + depth for depth in depths]
             sampling = request.sampling
             batch.seeds[drawing] = sampling.seed >> 32, sampling.seed & 0xFFFFFFFF
             batch.temperature[drawing], batch.top_k[drawing] = sampling.temperature, sampling.top_k
@@ -173,6 +203,12 @@ class Engine:
         adjustments += [{}] * (len(batch.rows) - row)
         adjusted = penalties.arrays(adjustments, device.ADJUSTED)
         return batch._replace(min_p=min_p if min_p.any() else None, allowed=allowed, **adjusted)
+
+
+@functools.cache
+def _no_words(*shape: int) -> jax.Array:
+    """For bursts that follow none."""
+    return jax.device_put(np.zeros(shape, np.int32), jax.devices()[0])
 
 
 def _top(chunks: Sequence[Chunk]) -> int:
@@ -210,5 +246,5 @@ def _likeliest(tokens: list[list[int]], logprobs: list[list[float]], number: int
     return [tuple(zip(each[:number], values[:number], strict=True)) for each, values in zip(tokens, logprobs, strict=True)]
 
 
-def _list(array: jax.Array | None) -> list[Any]:
+def _list(array: device.Array | None) -> list[Any]:
     return [] if array is None else np.asarray(array).tolist()

@@ -101,7 +101,8 @@ class Chunk(NamedTuple):
 
     A token is drawn after the chunk's last token, which matters if it is the request's last one, and after each draft. Only a
     chunk of one token has drafts. `scored` are the places of tokens of the prompt whose log-probabilities are to be found. Of a
-    `burst`, so many tokens are drawn one after the other; then that is so for all chunks of the step.
+    `burst`, so many tokens are drawn one after the other; then that is so for all chunks of the step. So many tokens `ahead` are
+    being computed while the chunk is planned.
     """
 
     request: Request
@@ -109,6 +110,7 @@ class Chunk(NamedTuple):
     drafts: tuple[Draft, ...] = ()
     scored: range = range(0)
     burst: int = 1
+    ahead: int = 0
 
     @property
     def tokens(self) -> int:
@@ -204,6 +206,21 @@ class Scheduler:
                 return self._speculate(chunks, budget) if self.config.drafts else self._burst(chunks)
             self._preempt(self.running[-1])
 
+    def plan_ahead(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """What comes after a burst that is being computed, if that is another one of the same requests; else nothing.
+
+        It is not while a request waits that could run, or where one has all its tokens with the burst.
+        """
+        number, requests = self.config.burst, [chunk.request for chunk in chunks]
+        if (
+            any(chunk.burst == 1 or chunk.request.reason is not None for chunk in chunks)
+            or any(len(request.tokens) + number >= request.longest for request in requests)
+            or (self.waiting and len(self.running) < self.config.max_requests)
+            or not self._extend_all(requests, 2 * number)
+        ):
+            return []
+        return [chunk._replace(ahead=number) for chunk in chunks]
+
     def commit(self, chunks: Sequence[Chunk], drawn: Sequence[Drawn]) -> list[News]:
         """Take in what a step has drawn for each chunk. Returns the requests with new tokens, and those that have failed.
 
@@ -272,15 +289,10 @@ class Scheduler:
         if (
             number == 1
             or any(request.remaining > 1 or not request.generated or request.sampling.adjusts for request in requests)
-            or any(request.computed + number > self.config.max_length for request in requests)
             or all(len(request.tokens) + 1 == request.longest for request in requests)
+            or not self._extend_all(requests, number)
         ):
             return chunks
-        missing = [self.cache.pages_of(request.computed + number) - len(request.pages) for request in requests]
-        if sum(max(each, 0) for each in missing) > self.cache.available:
-            return chunks
-        for request in requests:
-            self._extend(request, number)
         return [chunk._replace(burst=number) for chunk in chunks]
 
     def _follow(self, chunk: Chunk, drawn: Drawn) -> list[int] | None:
@@ -326,6 +338,15 @@ class Scheduler:
             return False
         request.pages += self.cache.take(max(missing, 0))
         return True
+
+    def _extend_all(self, requests: Sequence[Request], size: int) -> bool:
+        """Give all of them pages for their next `size` tokens, if there are enough and none gets too long."""
+        if any(request.computed + size > self.config.max_length for request in requests):
+            return False
+        missing = (self.cache.pages_of(request.computed + size) - len(request.pages) for request in requests)
+        return sum(max(each, 0) for each in missing) <= self.cache.available and all(
+            self._extend(request, size) for request in requests
+        )
 
     def _admit(self) -> bool:
         """Let the oldest that waits run, with what is known of its tokens, if there are pages for all of them and one more."""
