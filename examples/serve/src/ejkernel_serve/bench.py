@@ -1,6 +1,6 @@
 """`python -m ejkernel_serve.bench`: latency per token and throughput of the engine with 1, 16 and 64 requests at once.
 
-No server and no network: requests go into the engine directly, all at the same time.
+No server and no network: requests go into the engine directly, all at the same time, or at random with `--rates`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,22 @@ from ejkernel_serve.scheduler import Request
 
 PACKAGES = ("jax", "jaxlib", "ejkernel-core", "ejkernel-xla", "ejkernel-triton", "ejkernel-pallas", "ejkernel-cuda")
 
+ARRIVING = 128
+"""Requests of a load that arrives at random."""
+
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser("ejkernel_serve.bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     models.add_arguments(found)
     found.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64], help="at once")
+    found.add_argument(
+        "--rates",
+        type=float,
+        nargs="*",
+        default=[],
+        metavar="PER_SECOND",
+        help=f"also: {ARRIVING} requests that arrive at random, so many a second",
+    )
     found.add_argument("--prompt", type=int, default=128, metavar="TOKENS")
     found.add_argument("--generate", type=int, default=128, metavar="TOKENS")
     found.add_argument("--repeats", type=int, default=3, help="of which the one with the median throughput counts")
@@ -37,35 +48,46 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def measure(engine: Engine, number: int, prompt: int, generate: int, seed: int) -> dict[str, Any]:
-    """So many requests with random prompts, which share nothing.
+def measure(engine: Engine, number: int, prompt: int, generate: int, seed: int, rate: float | None = None) -> dict[str, Any]:
+    """So many requests with random prompts, which share nothing; all at the same time, or so many a second in a Poisson process.
 
     Returns:
         seconds: until all have ended.
         tokens_per_second: that were generated.
-        first_token_seconds, token_seconds: quantiles over requests, and over the times between two tokens of a request.
+        first_token_seconds, token_seconds: quantiles over requests, since each arrived, and over the times between two tokens of
+            a request.
         steps, preemptions, drafts, accepted_drafts: their numbers.
     """
     rng = np.random.default_rng(seed)
-    start, last = time.perf_counter(), dict[Request, float]()
+    arrivals = np.zeros(number) if rate is None else np.cumsum(rng.exponential(1 / rate, number))
+    sampling = [Sampling(generate, temperature=0.8, top_k=50, top_p=0.95, seed=each) for each in range(number)]
+    prompts = rng.integers(0, 256, (number, prompt)).tolist()
+    requests, last = list[Request](), dict[Request, float]()  # of a request, when it arrived or had news
     first: list[float] = []
     between: list[float] = []
     steps = 0
-    sampling = [Sampling(generate, temperature=0.8, top_k=50, top_p=0.95, seed=each) for each in range(number)]
-    requests = [engine.submit(rng.integers(0, 256, prompt).tolist(), each) for each in sampling]
-    while engine.busy:
+    start = time.perf_counter()
+    while len(requests) < number or engine.busy:
+        while len(requests) < number and arrivals[len(requests)] <= time.perf_counter() - start:
+            at = len(requests)
+            requests.append(engine.submit(prompts[at], sampling[at]))
+            last[requests[at]] = start + arrivals[at]
+        if not engine.busy:
+            time.sleep(max(0.0, start + arrivals[len(requests)] - time.perf_counter()))
+            continue
         news, steps = engine.step(), steps + 1
         now = time.perf_counter()
         for request, new in news:
-            if request in last:
+            if len(request.generated) > new:
                 between += [(now - last[request]) / new] * new
             else:
-                first.append(now - start)
+                first.append(now - last[request])
             last[request] = now
     seconds = time.perf_counter() - start
     generated = sum(len(request.generated) for request in requests)
     return {
         "requests": number,
+        "rate": rate,
         "seconds": seconds,
         "generated_tokens": generated,
         "tokens_per_second": generated / seconds,
@@ -90,8 +112,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     engine.warm_up()
     compiled = time.perf_counter() - start
     rows: list[dict[str, Any]] = []
-    for number in arguments.requests:
-        runs = [measure(engine, number, arguments.prompt, arguments.generate, seed) for seed in range(arguments.repeats)]
+    loads = [(number, None) for number in arguments.requests] + [(ARRIVING, rate) for rate in arguments.rates]
+    for number, rate in loads:
+        runs = [measure(engine, number, arguments.prompt, arguments.generate, seed, rate) for seed in range(arguments.repeats)]
         rows.append(sorted(runs, key=lambda row: row["tokens_per_second"])[len(runs) // 2])
         engine.check()
     return {
@@ -117,12 +140,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{record['name']} on {record['device']}; compiled in {record['compile_seconds']:.1f} s")
-    print("requests  tokens/s  ms to the first token  ms per token (p50, p99)")
+    print("requests       a second  tokens/s  ms to the first token (p50, p99)  ms per token (p50, p99)")
     for row in record["rows"]:
         first, each = row["first_token_seconds"], row["token_seconds"]
         print(
-            f"{row['requests']:>8}  {row['tokens_per_second']:>8,.0f}  {first['p50'] * 1e3:>21.1f}  "
-            f"{each['p50'] * 1e3:.2f}, {each['p99'] * 1e3:.2f}"
+            f"{row['requests']:>8}  {row['rate'] or 'all at once':>13}  {row['tokens_per_second']:>8,.0f}  "
+            f"{first['p50'] * 1e3:>24.1f}, {first['p99'] * 1e3:.1f}  {each['p50'] * 1e3:.2f}, {each['p99'] * 1e3:.2f}"
         )
     if arguments.out:
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
