@@ -52,6 +52,36 @@ def test_xla_is_given_the_stored_arrays(left: Any, right: Any, precision: str | 
     assert product.params["precision"] == (expected, expected)
 
 
+@pytest.mark.parametrize(
+    ("precision", "out_dtype", "scale", "capability"),
+    [("highest", None, 1, "9.0"), ("default", "float32", 1, "9.0"), ("default", None, 6, "9.0"), ("default", None, 1, "8.0")],
+)
+def test_scales_stay_outside_where_xla_would_round_before_them(
+    precision: str, out_dtype: str | None, scale: int, capability: str
+) -> None:
+    lhs, rhs = _drawn(E4M3, E5M2)
+    scales = jnp.ones(6) if scale == 6 else jnp.float32(1), jnp.float32(1)
+    bound = get_operation("scaled_matmul").canonicalise(lhs, rhs, *scales, out_dtype=out_dtype, precision=precision)
+    assert heuristic(bound.call, Target("gpu", "NVIDIA", capability)) == ScaledMatmulConfig("stored")
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float16"])
+def test_scales_of_matrices_are_in_the_operands(out_dtype: str) -> None:
+    """As XLA's rewriter for float8 looks for them: converted to the dtype of the product, times a broadcast scale."""
+    lhs, rhs = _drawn(E4M3, E5M2)
+    scales = jnp.float32(0.013), jnp.float32(1 / 3)
+    bound = get_operation("scaled_matmul").canonicalise(lhs, rhs, *scales, out_dtype=out_dtype, precision="default")
+    gpu = Target("gpu", "NVIDIA H100 80GB HBM3", "9.0")
+    config = heuristic(bound.call, gpu)
+    assert config == ScaledMatmulConfig("scaled") == search_space(bound.call, gpu)[0]
+    run: Any = lambda inputs: forward(bound.call, inputs, config).out
+    program: Any = jax.make_jaxpr(run)(bound.inputs)
+    (product,) = [one for one in program.eqns if one.primitive.name == "dot_general"]
+    assert [one.aval.dtype for one in (*product.invars, *product.outvars)] == [jnp.dtype(out_dtype)] * 3
+    wide = forward(bound.call, bound.inputs, ScaledMatmulConfig("stored")).out
+    np.testing.assert_allclose(run(bound.inputs).astype(jnp.float32), wide.astype(jnp.float32), rtol=0.02, atol=0.2)
+
+
 def test_int8_is_summed_exactly() -> None:
     """Where sums pass 2^24, float32 could not hold them."""
     lhs = jnp.full((1, 4097), 127, jnp.int8)
@@ -95,5 +125,5 @@ def test_class_form_and_second_order() -> None:
 
 
 def test_unknown_operands_are_refused() -> None:
-    with pytest.raises(ValueError, match="operands: got 'int4', expected one of stored, bfloat16, float32"):
+    with pytest.raises(ValueError, match="operands: got 'int4', expected one of stored, scaled, bfloat16, float32"):
         ScaledMatmulConfig("int4")
