@@ -10,6 +10,6 @@ from ejkernel.utils.dtypes import accumulator
 
 def forward(call: QuantizeFloat8Call, inputs: QuantizeFloat8Inputs, config: None) -> QuantizeFloat8Outputs:
     wide = inputs.x.astype(accumulator(inputs.x.dtype))
-    values = jnp.clip(wide / inputs.scale[:, None, None], -call.most, call.most).astype(call.dtype)
+    values = jnp.clip(wide * (1 / inputs.scale)[:, None, None], -call.most, call.most).astype(call.dtype)
     largest = jnp.max(jnp.abs(wide), axis=(1, 2), initial=0).astype(jnp.float32)
     return QuantizeFloat8Outputs(values, largest, values.swapaxes(1, 2) if call.transposed else None)

@@ -161,8 +161,8 @@ def quantize_float8(
 ) -> QuantizedFloat8:
     """Float8 values that times a scale are about x, for `scaled_matmul`, in one pass that also finds the largest number.
 
-    `values = clip(x / scale, -most, most)`, divided in float32 and rounded to the nearest, ties to even; NaN stays NaN. There is
-    no gradient.
+    `values = clip(x * (1 / scale), -most, most)` in float32, rounded to the nearest, ties to even; NaN stays NaN. There is no
+    gradient.
 
     Args:
         x: `[..., K]`, float32, bfloat16 or float16.

@@ -44,9 +44,8 @@ def quantize_float8_kernel(
     tl.store(p_largest + i_tile, largest.to(tl.float32, bitcast=True))
 
     scale = tl.load(p_scale + (i_batch if SCALES > 1 else 0))
-    b_ratio = tl.div_rn(b_x, tl.broadcast_to(scale, b_x.shape))
-    b_ratio = tl.clamp(b_ratio, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-    b_values = b_ratio.to(p_values.dtype.element_ty)  # [BLOCK_M, BLOCK_K]
+    b_scaled = tl.clamp(b_x * tl.div_rn(1.0, scale), -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+    b_values = b_scaled.to(p_values.dtype.element_ty)  # [BLOCK_M, BLOCK_K]
     tl.store(p_values + o_matrix + o_row[:, None] * COLUMNS + o_column[None, :], b_values, mask=m_tile)
     if TRANSPOSED:
         p_tile = p_transposed + o_matrix + o_column[:, None] * ROWS + o_row[None, :]

@@ -69,9 +69,9 @@ class QuantizeFloat8Call(Call):
 
 
 class QuantizeFloat8(Operation):
-    """`values = clip(x / scale, -most, most)`, divided in float32 and rounded to the nearest, ties to even; `largest = max abs(x)`.
+    """`values = clip(x * (1 / scale), -most, most)` in float32, rounded to the nearest, ties to even; `largest = max abs(x)`.
 
-    NaN stays NaN, and an infinity becomes the largest number of the dtype.
+    NaN stays NaN, and an infinity becomes the largest number of the dtype. Below 2^-128 the reciprocal is infinite: 0 becomes NaN.
     """
 
     name = "quantize_float8"

@@ -1,4 +1,4 @@
-"""`quantize_float8` in NumPy. The quotient is rounded to float32, as the contract says."""
+"""`quantize_float8` in NumPy. Reciprocal and product are rounded to float32, as the contract says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ejkernel.operations.quantize_float8.interface import QuantizeFloat8Call, Qu
 
 def forward(call: QuantizeFloat8Call, inputs: QuantizeFloat8Inputs) -> QuantizeFloat8Outputs:
     with np.errstate(all="ignore"):
-        ratio = inputs.x.astype(np.float32) / inputs.scale.astype(np.float32)[:, None, None]
-    values = np.clip(ratio, -call.most, call.most).astype(jnp.dtype(call.dtype)).astype(np.float64)
+        scaled = inputs.x.astype(np.float32) * (np.float32(1) / inputs.scale.astype(np.float32))[:, None, None]
+    values = np.clip(scaled, -call.most, call.most).astype(jnp.dtype(call.dtype)).astype(np.float64)
     largest = np.max(np.abs(inputs.x), axis=(1, 2), initial=0)
     return QuantizeFloat8Outputs(values, largest, values.swapaxes(1, 2) if call.transposed else None)
