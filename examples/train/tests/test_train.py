@@ -130,7 +130,8 @@ def test_scales_follow_the_largest_values():
     x, weight = jax.random.normal(jax.random.key(0), (32, 16)), jax.random.normal(jax.random.key(1), (16, 48))
     scales = jnp.array([5 / 448, 5 / 448, 5 / 57344])
     operations = float8.Float8(plain.scaled_matmul, plain.quantize_float8)
-    out, pull = jax.vjp(lambda *arrays: float8.linear(operations, *arrays), x, weight, scales)
+    linear = lambda x, weight, scales: float8.linears(operations, x, (weight,), (scales,), (None,))[0]
+    out, pull = jax.vjp(linear, x, weight, scales)
     cotangent = jax.random.normal(jax.random.key(2), out.shape)
     d_x, d_weight, largest = pull(cotangent)
     exact = (x @ weight, cotangent @ weight.T, x.T @ cotangent)

@@ -39,26 +39,60 @@ class Float8(NamedTuple):
     quantize: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 
 
+class Narrow(NamedTuple):
+    """A weight `[K, N]` in float8, the same as `[N, K]`, its largest magnitude, and the three scales, each one number."""
+
+    values: jax.Array
+    transposed: jax.Array
+    largest: jax.Array
+    scales: tuple[jax.Array, jax.Array, jax.Array]
+
+
+def narrow(operations: Float8, weight: jax.Array, scales: jax.Array) -> Narrow:
+    """With scales `[3]`."""
+    return Narrow(*operations.quantize(weight, scales[1], E4M3), (scales[0], scales[1], scales[2]))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def linear(operations: Float8, x: jax.Array, weight: jax.Array, scales: jax.Array) -> jax.Array:
-    """`x [M, K] @ weight [K, N]` in the dtype of x, with scales `[3]`."""
-    return _forward(operations, x, weight, scales)[0]
+def linears(
+    operations: Float8,
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    scales: tuple[jax.Array, ...],
+    narrows: tuple[Narrow | None, ...],
+) -> tuple[jax.Array, ...]:
+    """`x [M, K] @ weight [K, N]` for each weight, in the dtype of x, with scales `[3]` of each.
+
+    x is quantized once: what always reads the same x has the same scale of inputs, and the first one's is used. Weights are
+    quantized here where `narrows` has None.
+    """
+    return _forward(operations, x, weights, scales, narrows)[0]
 
 
-def _forward(operations: Float8, x: jax.Array, weight: jax.Array, scales: jax.Array) -> tuple[jax.Array, Any]:
-    rows, columns, largest_x = operations.quantize(x, scales[0], E4M3)
-    narrow, transposed, largest_weight = operations.quantize(weight, scales[1], E4M3)
-    out = operations.multiply(rows, transposed, scales[0], scales[1], transpose_rhs=True, dtype=x.dtype)
-    return out, (columns, narrow, scales, largest_x, largest_weight)
+def _forward(operations: Float8, x: jax.Array, weights: Any, scales: Any, narrows: Any) -> tuple[tuple[jax.Array, ...], Any]:
+    pairs = zip(weights, scales, narrows, strict=True)
+    found = [narrow(operations, weight, own) if given is None else given for weight, own, given in pairs]
+    scale = found[0].scales[0]
+    rows, columns, largest = operations.quantize(x, scale, E4M3)
+    out = tuple(
+        operations.multiply(rows, weight.transposed, scale, weight.scales[1], transpose_rhs=True, dtype=x.dtype)
+        for weight in found
+    )
+    return out, (columns, scale, largest, [(weight.values, weight.largest, weight.scales) for weight in found])
 
 
-def _backward(operations: Float8, saved: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _backward(operations: Float8, saved: Any, cotangents: tuple[jax.Array, ...]) -> tuple[Any, ...]:
     """Each product sums along the last axis of both sides, as float8 units read them."""
-    columns, weight, scales, largest_x, largest_weight = saved
-    rows, transposed, largest = operations.quantize(cotangent, scales[2], E5M2)
-    d_x = operations.multiply(rows, weight, scales[2], scales[1], transpose_rhs=True, dtype=cotangent.dtype)
-    d_weight = operations.multiply(columns, transposed, scales[0], scales[2], transpose_rhs=True, dtype=cotangent.dtype)
-    return d_x, d_weight, jnp.stack([largest_x, largest_weight, largest])
+    columns, scale_x, largest_x, weights = saved
+    d_x, d_weights, found = None, [], []
+    for cotangent, (weight, largest_weight, (_, scale_weight, scale)) in zip(cotangents, weights, strict=True):
+        rows, transposed, largest = operations.quantize(cotangent, scale, E5M2)
+        multiply = functools.partial(operations.multiply, transpose_rhs=True, dtype=cotangent.dtype)
+        product = multiply(rows, weight, scale, scale_weight)
+        d_x = product if d_x is None else product + d_x  # in this order XLA adds within the product
+        d_weights.append(multiply(columns, transposed, scale_x, scale))
+        found.append(jnp.stack([largest_x, largest_weight, largest]))
+    return d_x, tuple(d_weights), tuple(found), None
 
 
-linear.defvjp(_forward, _backward)
+linears.defvjp(_forward, _backward)

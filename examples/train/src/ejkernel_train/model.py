@@ -21,7 +21,7 @@ from ejkernel import LlamaRotaryEmbedding
 from ejkernel_train import plain
 from ejkernel_train.config import ModelConfig
 from ejkernel_train.data import Packed
-from ejkernel_train.float8 import Float8, initial_scales, linear
+from ejkernel_train.float8 import Float8, Narrow, initial_scales, linears, narrow
 from ejkernel_train.operations import Operations
 from ejkernel_train.sharding import BATCH, Layout
 
@@ -45,6 +45,14 @@ class Context(NamedTuple):
         quantize = operations.quantize_float8 if self.layout.mesh is None else plain.quantize_float8
         return Float8(operations.scaled_matmul, quantize)
 
+    def project(self, x: jax.Array, *layers: Linear) -> Arrays:
+        """x through each of some layers, all in float8 or none: then they share one quantized x."""
+        if not isinstance(layers[0], Linear) or layers[0].scales is None:  # or what reads its rows of joint weights
+            return tuple(layer(x, self) for layer in layers)
+        weights, scales, narrows = zip(*((layer.weight, layer.scales, layer.narrow) for layer in layers), strict=True)
+        rows: Any = linears(self.float8, x.reshape(-1, x.shape[-1]), weights, scales, narrows)
+        return tuple(each.reshape(*x.shape[:-1], -1) for each in rows)
+
     def attend(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         borders = () if self.documents is None else (self.documents,)
         return self.operations.attention(query, key, value, *borders)
@@ -60,20 +68,23 @@ def heads(x: jax.Array, number: int) -> jax.Array:
 
 
 class Linear(eqx.Module):
-    """`x @ weight`, weight `[inputs, outputs]`; in float8 where there are scales."""
+    """`x @ weight`, weight `[inputs, outputs]`; in float8 where there are scales.
+
+    Attributes:
+        narrow: the weight in float8; None: it is quantized anew wherever it is used.
+    """
 
     weight: jax.Array
     scales: jax.Array | None
+    narrow: Narrow | None
 
     def __init__(self, key: jax.Array, inputs: int, outputs: int, float8: bool = False) -> None:
         self.weight = matrix(key, inputs, inputs, outputs)
         self.scales = initial_scales(self.weight) if float8 else None
+        self.narrow = None
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        if self.scales is None:
-            return x @ self.weight
-        rows: Any = linear(context.float8, x.reshape(-1, x.shape[-1]), self.weight, self.scales)
-        return rows.reshape(*x.shape[:-1], -1)
+        return x @ self.weight if self.scales is None else context.project(x, self)[0]
 
 
 class Attention(eqx.Module):
@@ -97,10 +108,10 @@ class Attention(eqx.Module):
         self.query_scale, self.key_scale = jnp.ones((2, config.head_size)) if config.qk_norm else (None, None)
         self.config = config
 
-    def project(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries `[B, T, H, D]`, keys and values `[B, T, K, D]`."""
-        key, value = (heads(layer(x, context), self.config.key_heads) for layer in (self.key, self.value))
-        return heads(self.query(x, context), self.config.heads), key, value
+    def project(self, x: jax.Array, context: Context, *others: Linear) -> Arrays:
+        """Queries `[B, T, H, D]`, keys and values `[B, T, K, D]`, and x through other layers."""
+        query, key, value, *rest = context.project(x, self.query, self.key, self.value, *others)
+        return heads(query, self.config.heads), *(heads(each, self.config.key_heads) for each in (key, value)), *rest
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         query, key, value = self.project(x, context)
@@ -208,11 +219,11 @@ class GatedAttention(eqx.Module):
         self.query_scale, self.key_scale = jnp.ones((2, config.head_size))
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        query, key, value = self.attention.project(x, context)
+        query, key, value, gate = self.attention.project(x, context, self.gate)
         norms = self.query_scale, self.key_scale, self.attention.config.epsilon
         query, key = context.operations.qk_norm_rope(query, key, context.cos, context.sin, *norms)
         attended = context.attend(query, key, value).reshape(*x.shape[:2], -1)
-        return self.attention.output(attended * jax.nn.sigmoid(self.gate(x, context)), context)
+        return self.attention.output(attended * jax.nn.sigmoid(gate), context)
 
 
 class DeltaRule(eqx.Module):
@@ -243,7 +254,7 @@ class DeltaRule(eqx.Module):
         self.config = config
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        projected = self.mixed(x, context), self.z(x, context), self.beta(x, context), self.decay(x, context)
+        projected = *context.project(x, self.mixed, self.z), *context.project(x, self.beta, self.decay)
         own = self.filters, self.log_rate, self.bias, self.norm
         return self.output(by_sequence(self.recur, context, projected, own), context)
 
@@ -289,7 +300,7 @@ class StateSpace(eqx.Module):
         self.config = config
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        projected = self.mixed(x, context), self.z(x, context), self.step(x, context)
+        projected = *context.project(x, self.mixed, self.z), self.step(x, context)
         own = self.filters, self.log_rate, self.bias, self.skip, self.norm
         return self.output(by_sequence(self.recur, context, projected, own), context)
 
@@ -410,8 +421,27 @@ class Model(eqx.Module):
     def compute_copy(self, dtype: str) -> Model:
         """With the blocks' matrices in `dtype`; vectors (norms, decays) cost nothing and stay in float32, and so does the
         embedding, so that gradients of a token that comes often are summed in float32."""
-        narrow = jax.tree.map(lambda leaf: leaf.astype(dtype) if self.is_matrix(leaf) else leaf, self.blocks)
-        return eqx.tree_at(lambda model: model.blocks, self, narrow)
+
+        def copy(leaf: jax.Array) -> jax.Array:
+            return leaf.astype(dtype) if self.is_matrix(leaf) and leaf.dtype.itemsize > 1 else leaf  # but for float8
+
+        return eqx.tree_at(lambda model: model.blocks, self, jax.tree.map(copy, self.blocks))
+
+    def narrow_weights(self, operations: Operations, layout: Layout = NO_MESH) -> Model:
+        """Nothing but `Linear.narrow` of layers in float8, for all parts of a step: `eqx.combine` adds it to a model. Nothing at
+        all on a mesh, where every block is gathered before."""
+        make = partial(narrow, Context(operations, layout, *[jnp.zeros(())] * 2).float8)
+        make = jax.vmap(make) if self.stacked else make
+
+        def of(part: Any) -> Any:
+            nothing = jax.tree.map(lambda leaf: None, part)
+            if layout.mesh is not None or not isinstance(part, Linear) or part.scales is None:
+                return nothing
+            return eqx.tree_at(
+                lambda layer: layer.narrow, nothing, make(part.weight, part.scales), is_leaf=lambda leaf: leaf is None
+            )
+
+        return jax.tree.map(of, self, is_leaf=lambda part: isinstance(part, Linear))
 
     def loss(
         self,

@@ -239,7 +239,7 @@ def state_space(
 
 def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any, context: Any) -> jax.Array:
     """`down(silu(gate(x)) * up(x))` of three linear layers, which may be of float8."""
-    return down(context.operations.swiglu(gate(x, context), up(x, context)), context)
+    return down(context.operations.swiglu(*context.project(x, gate, up)), context)
 
 
 @lean
@@ -264,7 +264,7 @@ def scaled_matmul(
 def quantize_float8(values: jax.Array, scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`[M, N]` over its scale in float8, the same transposed, and the largest magnitude in float32."""
     most = float(jnp.finfo(dtype).max)
-    narrow = jnp.clip(values.astype(FLOAT32) / scale, -most, most).astype(dtype)
+    narrow = jnp.clip(values.astype(FLOAT32) * (1 / scale), -most, most).astype(dtype)
     return narrow, narrow.T, jnp.max(jnp.abs(values)).astype(FLOAT32)
 
 

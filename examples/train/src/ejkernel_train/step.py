@@ -82,9 +82,10 @@ def train_step(config: TrainConfig, state: State, window: jax.Array | Packed) ->
     With `on_nonfinite="skip"`, a step whose loss or gradient is not finite changes nothing but the number of the step.
     """
     operations, layout = choose(config.kernels, config.plain), layout_of(config)
+    narrow = state.model.narrow_weights(operations, layout)
 
     def loss(model: Model, window: jax.Array | Packed, weight: jax.Array) -> jax.Array:
-        return model.loss(window, operations, config.dtype, layout, remat=config.remat, weight=weight)
+        return eqx.combine(model, narrow).loss(window, operations, config.dtype, layout, remat=config.remat, weight=weight)
 
     value, gradients, largest = accumulated(loss, state.model.compute_copy(config.dtype), window, config.accumulate)
     weights, scales = split(state.model)
