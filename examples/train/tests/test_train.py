@@ -143,6 +143,32 @@ def test_scales_follow_the_largest_values():
     np.testing.assert_allclose(following, np.maximum(0.9 * scales, largest / np.array(float8.MOST)))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_of_one_input_compute_as_each_alone(dtype: str):
+    """Also where their weights were quantized before, from which nothing is differentiated."""
+    keys = jax.random.split(jax.random.key(3), 6)
+    x = jax.random.normal(keys[0], (32, 16)).astype("bfloat16")
+    weights = tuple(jax.random.normal(key, (16, size)).astype(dtype) for key, size in zip(keys[1:3], (48, 32), strict=True))
+    scales = tuple(jnp.array([5 / 448, most / 448, most / 57344]) for most in (5, 4))
+    cotangents = tuple(
+        jax.random.normal(key, (32, size)).astype(x.dtype) for key, size in zip(keys[3:5], (48, 32), strict=True)
+    )
+    operations = float8.Float8(plain.scaled_matmul, plain.quantize_float8)
+    narrows = tuple(float8.narrow(operations, weight, own) for weight, own in zip(weights, scales, strict=True))
+
+    def run(weights: Any, scales: Any, narrows: Any, cotangents: Any) -> Any:
+        out, pull = jax.vjp(lambda *arrays: float8.linears(operations, *arrays, narrows), x, weights, scales)
+        return out, *pull(cotangents)
+
+    alone = [run((w,), (s,), (None,), (c,)) for w, s, c in zip(weights, scales, cotangents, strict=True)]
+    out, d_weights, largest = (tuple(each[part][0] for each in alone) for part in (0, 2, 3))
+    for given in ((None, None), narrows, (narrows[0], None)):
+        found = run(weights, scales, given, cotangents)
+        jax.tree.map(np.testing.assert_array_equal, (found[0], *found[2:]), (out, d_weights, largest))
+        np.testing.assert_array_equal(found[1], alone[1][1] + alone[0][1])
+        assert all(gradient.dtype == dtype for gradient in found[2])
+
+
 def test_resuming_is_exact(tmp_path: Path):
     config = dataclasses.replace(TINY, steps=10)
     with Checkpoints(tmp_path) as checkpoints:
