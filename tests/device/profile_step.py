@@ -27,6 +27,7 @@ KINDS = (
     ("grouped product", r"grouped"),
     ("product", r"gemm|cublas|nvjet|cutlass|xmma|dot"),
     ("loss", r"cross_entropy|softmax"),
+    ("quantize", r"quantize"),
     ("row", r"norm|rope|gated_linear|conv1d|moe_"),
     ("copy", r"copy|memcpy|memset|dynamic.update|transpose"),
 )
