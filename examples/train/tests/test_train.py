@@ -143,11 +143,12 @@ def test_scales_follow_the_largest_values():
     np.testing.assert_allclose(following, np.maximum(0.9 * scales, largest / np.array(float8.MOST)))
 
 
-def test_layers_of_one_input_compute_as_each_alone():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_of_one_input_compute_as_each_alone(dtype: str):
     """Also where their weights were quantized before, from which nothing is differentiated."""
     keys = jax.random.split(jax.random.key(3), 6)
     x = jax.random.normal(keys[0], (32, 16)).astype("bfloat16")
-    weights = tuple(jax.random.normal(key, (16, size)).astype(x.dtype) for key, size in zip(keys[1:3], (48, 32), strict=True))
+    weights = tuple(jax.random.normal(key, (16, size)).astype(dtype) for key, size in zip(keys[1:3], (48, 32), strict=True))
     scales = tuple(jnp.array([5 / 448, most / 448, most / 57344]) for most in (5, 4))
     cotangents = tuple(
         jax.random.normal(key, (32, size)).astype(x.dtype) for key, size in zip(keys[3:5], (48, 32), strict=True)
