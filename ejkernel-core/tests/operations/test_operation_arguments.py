@@ -398,6 +398,15 @@ REFUSED: dict[str, list[Any]] = {
         ((X[0], ROWS[0]), {}, ValueError, "positions: got shape .* with 1 axes, expected 2 axes"),
         ((X.reshape(6, 8), ROWS, EIGHT), {}, ValueError, r"weights: got shape \(8,\), expected \(2, 3\) = \[T, k\]"),
     ],
+    "newton_schulz": [
+        ((EIGHT,), {}, ValueError, r"x: got shape \(8,\), expected \[..., M, N\]"),
+        ((X[0],), {"dtype": "float16"}, ValueError, "dtype: got float16, expected bfloat16 or float32"),
+        ((X[0],), {"steps": -1}, ValueError, "steps: got -1, expected at least 0"),
+        ((X[0],), {"eps": -1.0}, ValueError, "eps: got -1.0, expected a value >= 0"),
+        ((X[0],), {"coefficients": 3.0}, TypeError, r"coefficients: got float, expected a tuple \(a, b, c\)"),
+        ((X[0],), {"coefficients": (1.5, -0.5)}, ValueError, r"coefficients: got .*, expected three numbers \(a, b, c\)"),
+        ((X[0],), {"coefficients": ((1.5, -0.5, 0.0),), "steps": 2}, ValueError, "steps: got 2, expected 1, as many as"),
+    ],
     "quantize_float8": [
         ((X[0, 0, 0],), {}, ValueError, r"x: got shape \(\), expected \[..., K\]"),
         ((X,), {"transposed": True}, ValueError, r"x: got shape .*, expected \[M, K\] with transposed=True"),

@@ -54,6 +54,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("moe_unpermute"),
             *_both_phases("native_sparse_attention"),
             _implementation("native_sparse_selection", "forward"),
+            _implementation("newton_schulz", "forward"),
             _implementation("paged_attention", "forward"),
             _implementation("paged_cache_update", "forward"),
             _implementation("quantize_float8", "forward"),

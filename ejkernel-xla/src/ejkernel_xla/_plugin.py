@@ -61,6 +61,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("moe_unpermute"),
             *_both_phases("native_sparse_attention", configs="ejkernel_xla.native_sparse_attention.config:CONFIGS"),
             *_phases("native_sparse_selection", ("forward",)),
+            *_phases("newton_schulz", ("forward",)),
             *_both_phases("paged_attention", contract=2, configs="ejkernel_xla.paged_attention.config:CONFIGS"),
             *_both_phases("paged_cache_update"),
             *_both_phases("qk_norm_rope"),

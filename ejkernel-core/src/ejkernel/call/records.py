@@ -23,7 +23,7 @@ class Call:
 
     @property
     def tolerated_as(self) -> str | None:
-        """The dtype to whose tolerances results are held, whatever their own; None: to those of their own."""
+        """The entry of the tolerances to which results are held, a dtype's or another; None: that of their own dtype."""
         return None
 
 

@@ -9,17 +9,20 @@ from ejkernel._pipeline.arguments import public, split
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_api
 from ejkernel.operations.grouped_matmul.interface import OPERATION as _GROUPED_MATMUL
+from ejkernel.operations.newton_schulz.interface import OPERATION as _NEWTON_SCHULZ
 from ejkernel.operations.quantize_float8.interface import OPERATION as _QUANTIZE_FLOAT8, QuantizedFloat8
 from ejkernel.operations.quantized_matmul.interface import OPERATION as _QUANTIZED_MATMUL
 from ejkernel.operations.scaled_matmul.interface import OPERATION as _SCALED_MATMUL
 
 __all__ = [
     "GroupedMatmul",
+    "NewtonSchulz",
     "QuantizeFloat8",
     "QuantizedFloat8",
     "QuantizedMatmul",
     "ScaledMatmul",
     "grouped_matmul",
+    "newton_schulz",
     "quantize_float8",
     "quantized_matmul",
     "scaled_matmul",
@@ -150,6 +153,41 @@ def quantized_matmul(
 
 
 @public()
+def newton_schulz(
+    x: t.Matrices,
+    *,
+    steps: t.Count | None = None,
+    coefficients: t.Coefficients = (3.4445, -4.7750, 2.0315),
+    eps: t.Number = 1e-7,
+    dtype: t.DTypeLike = "bfloat16",
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.MatricesOutput:
+    """Nearly orthogonal matrices of the same singular vectors, as the Muon optimizer takes for its update.
+
+    `X = x / (|x| + eps)`, then in each step `A = X X'`, `X = a X + (b A + c A A) X`: singular values go to about 1 (0.7 to 1.2 by
+    default). There is no gradient.
+
+    Args:
+        x: `[..., M, N]`, float32, bfloat16 or float16; squares of its elements are summed in float32.
+        steps: how many; None: 5, or as many as `coefficients` has.
+        coefficients: (a, b, c), or one such tuple for each step.
+        eps: added to the Frobenius norm.
+        dtype: of the operands of products, bfloat16 or float32; sums are float32.
+
+    Returns:
+        `[..., M, N]` in the dtype of x.
+
+    Raises:
+        ValueError: x is no matrix, dtype is another one, or `coefficients` are not three numbers for each step.
+
+    Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024.
+    """
+    arrays, options, run = split(locals(), "x")
+    return _NEWTON_SCHULZ.invoke(arrays, options, **run)
+
+
+@public()
 def quantize_float8(
     x: t.BatchedRows,
     scale: t.Scalar | None = None,
@@ -232,6 +270,7 @@ def _check_hints(fuse: Any, use_best_config: Any, allow_dense_fallback: Any, str
 
 
 GroupedMatmul = class_api("GroupedMatmul", grouped_matmul)
+NewtonSchulz = class_api("NewtonSchulz", newton_schulz)
 QuantizeFloat8 = class_api("QuantizeFloat8", quantize_float8)
 QuantizedMatmul = class_api("QuantizedMatmul", quantized_matmul)
 ScaledMatmul = class_api("ScaledMatmul", scaled_matmul)

@@ -1,0 +1,1 @@
+"""Orthogonalisation of matrices by Newton-Schulz iterations, as Muon uses it."""

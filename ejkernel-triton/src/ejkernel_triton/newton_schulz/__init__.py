@@ -1,0 +1,1 @@
+"""Newton-Schulz iterations in Triton."""
