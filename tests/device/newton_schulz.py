@@ -28,8 +28,8 @@ import ejkernel
 from ejkernel.operations.newton_schulz.interface import COEFFICIENTS, OPERATION, STEPS
 from ejkernel.targets import resolve_target
 
-SHAPES = ((24, 2048, 5504), (24, 2048, 2048), (1, 2048, 2048), (1, 4096, 11008))
-SMALL = ((2, 32, 48), (1, 40, 40))
+SHAPES: tuple[tuple[int, ...], ...] = ((24, 2048, 5504), (24, 2048, 2048), (1, 2048, 2048), (1, 4096, 11008))
+SMALL: tuple[tuple[int, ...], ...] = ((2, 32, 48), (1, 40, 40))
 Run = Callable[[Any], Any]
 
 
