@@ -28,7 +28,7 @@ LAYERS = (
     ("compositions",),
     ("tuning",),
     ("modules", "ops"),
-    ("testing",),
+    ("optimizers", "testing"),
     ("cli",),
     ("", "__main__", "kernels", "operation"),
 )
@@ -106,7 +106,7 @@ def test_every_file_has_a_layer():
 PACK = {"operations", "compositions", "modules"}
 """Core's own operations, with what is made of them."""
 
-ON_TOP = {"", "__main__", "kernels", "operation"}
+ON_TOP = {"", "__main__", "kernels", "operation", "optimizers"}
 MENTIONED = {"ops": {"modules"}}
 """`ejkernel.ops` has the executor's name for type checkers."""
 
