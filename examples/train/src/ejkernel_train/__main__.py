@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     add("--length", type=int, help="tokens of a sequence")
     add("--accumulate", type=int, metavar="PARTS", help="cut a step's sequences into parts, and sum their gradients")
     add("--seed", type=int)
+    add("--optimizer", choices=["adamw", "muon"], help="of the matrices of blocks; all else is AdamW's")
     add("--learning-rate", type=float)
     add("--warmup", type=int)
     add("--dtype", choices=["bfloat16", "float32"], help="of products and activations")

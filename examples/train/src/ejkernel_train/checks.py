@@ -32,6 +32,7 @@ _SAID = (
         "accumulate",
         "dtype",
         "kernels",
+        "optimizer",
         "learning_rate",
         "warmup",
         "steps",

@@ -76,6 +76,7 @@ class TrainConfig:
         plain: operations that stay in plain JAX with kernels="ejkernel".
         batch, length: sequences of a step, and tokens of each.
         accumulate: into how many parts the batch is cut, whose gradients are summed one after the other before the update.
+        optimizer: AdamW for all parameters, or Muon for the matrices of blocks.
         dtype: of products and activations; parameters and moments are float32.
         float8: large linear layers multiply in float8 with delayed scales.
         remat: what the backward computes again: nothing ("none"), all but products of weights ("dots"), whole blocks ("full").
@@ -96,6 +97,7 @@ class TrainConfig:
     length: int = 128
     accumulate: int = 1
     seed: int = 0
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 3e-3
     warmup: int = 10
     weight_decay: float = 0.1

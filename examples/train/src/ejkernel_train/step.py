@@ -1,4 +1,4 @@
-"""The training step: AdamW on float32 parameters, products in a narrower dtype, buffers donated."""
+"""The training step: AdamW or Muon on float32 parameters, products in a narrower dtype, buffers donated."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ejkernel.optimizers import muon
 from ejkernel_train.config import TrainConfig
 from ejkernel_train.data import IGNORED, Packed
 from ejkernel_train.float8 import next_scales
@@ -35,13 +36,28 @@ class State(NamedTuple):
 
 
 def optimizer(config: TrainConfig) -> Any:  # optax.GradientTransformation, whose types know arrays alone
-    """Clipped AdamW; the rate rises, then falls along a cosine to a tenth. The embedding and vectors are not decayed."""
+    """Clipped AdamW, or Muon with updates of its size for the matrices of blocks; the rate rises, then falls along a cosine to a
+    tenth. The embedding and vectors are not decayed."""
     last = max(config.steps, config.warmup + 1)
-    rate = optax.warmup_cosine_decay_schedule(0, config.learning_rate, config.warmup, last, 0.1 * config.learning_rate)
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip),
-        optax.adamw(lambda count: rate(count + 1), b2=0.95, weight_decay=config.weight_decay, mask=decayed),
-    )
+    schedule = optax.warmup_cosine_decay_schedule(0, config.learning_rate, config.warmup, last, 0.1 * config.learning_rate)
+
+    def rate(count: Any) -> Any:
+        return schedule(count + 1)
+
+    if config.optimizer == "muon":
+        own = muon(rate, weight_decay=config.weight_decay, adam_b2=0.95, consistent_rms=0.2, matrices=orthogonalized)
+    else:
+        own = optax.adamw(rate, b2=0.95, weight_decay=config.weight_decay, mask=decayed)
+    return optax.chain(optax.clip_by_global_norm(config.clip), own)
+
+
+def orthogonalized(weights: Model) -> Any:
+    """True at the matrices of blocks, of which filters of convolutions are none."""
+
+    def multiplies(path: Any, chosen: bool) -> bool:
+        return chosen and not jax.tree_util.keystr(path).endswith(".filters")
+
+    return jax.tree_util.tree_map_with_path(multiplies, decayed(weights))
 
 
 def decayed(weights: Model) -> Any:
