@@ -30,7 +30,7 @@ def decoding(engine: Any, number: int, prompt: int, generate: int) -> list[Any]:
 
     from ejkernel_serve.config import Sampling
 
-    engine.scheduler.end = None  # random weights may draw the mark that ends a text
+    engine.scheduler.ends = frozenset()  # random weights may draw the mark that ends a text
     rng = np.random.default_rng(number)
     sampling = [Sampling(generate, temperature=0.8, top_k=50, top_p=0.95, seed=each) for each in range(number)]
     requests = [engine.submit(rng.integers(0, 256, prompt).tolist(), each) for each in sampling]

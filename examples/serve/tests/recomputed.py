@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_serve.device import TOKENS
+from ejkernel_serve.grammar import Guide
+from ejkernel_serve.vocabulary import TOKENS
 from ejkernel_train.model import Context, Model, rotary
 from ejkernel_train.operations import choose
 from ejkernel_train.sharding import Layout
@@ -57,6 +58,13 @@ def greedy(model: Model, prompt: list[int], number: int = 12) -> list[int]:
     while len(tokens) < len(prompt) + number and (tokens == prompt or tokens[-1] != 256):
         tokens.append(int(logits(model, tokens)[:TOKENS].argmax()))
     return tokens[len(prompt) :]
+
+
+def allowed(guide: Guide, size: int = TOKENS) -> list[int]:
+    """The tokens that may come next."""
+    words = guide.allowed()
+    assert words.shape == (-(-size // 32),)
+    return np.unpackbits(words.view(np.uint8), count=size, bitorder="little").nonzero()[0].tolist()
 
 
 def prompts(number: int, seed: int = 0) -> list[list[int]]:

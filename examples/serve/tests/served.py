@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from ejkernel_serve.chat import ChatTemplate
 from ejkernel_serve.config import Limits
 from ejkernel_serve.connection import configuration
 from ejkernel_serve.engine import Engine
@@ -23,10 +24,10 @@ SIZES: dict[str, Any] = {"pages": 32, "page_size": 16, "max_length": 512, "max_r
 class Server:
     """uvicorn in a thread, and the engine that it serves."""
 
-    def __init__(self, engine: Engine, limits: Limits) -> None:
+    def __init__(self, engine: Engine, limits: Limits, template: ChatTemplate | None = None) -> None:
         self.engine = engine
         options: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 2}
-        self.uvicorn = uvicorn.Server(configuration(application(engine, "tiny", limits), limits, **options))
+        self.uvicorn = uvicorn.Server(configuration(application(engine, "tiny", limits, template), limits, **options))
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that tests can fill it
         self.port = listener.getsockname()[1]
@@ -53,8 +54,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(engine: Engine, limits: Limits | None = None) -> Iterator[Server]:
-    server = Server(engine, limits or Limits())
+def serving(engine: Engine, limits: Limits | None = None, template: ChatTemplate | None = None) -> Iterator[Server]:
+    server = Server(engine, limits or Limits(), template)
     try:
         yield server
     finally:

@@ -14,11 +14,9 @@ from recomputed import logprobs
 from served import SIZES, Server, serving
 
 from ejkernel_serve.chat import ChatTemplate, Message
-from ejkernel_serve.completion import name
-from ejkernel_serve.device import TOKENS
 from ejkernel_serve.engine import Engine
 from ejkernel_serve.protocol import ApiError
-from ejkernel_serve.text import tokens_of
+from ejkernel_serve.vocabulary import BYTES, TOKENS
 from ejkernel_train.model import Model
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi é"}]
@@ -28,7 +26,7 @@ READ = "system: Be brief.\nuser: Hi é\nassistant:"
 @pytest.fixture
 def server(engine_of: Callable[..., Engine]) -> Iterator[Server]:
     engine = engine_of(**SIZES)
-    engine.scheduler.end = None
+    engine.scheduler.ends = frozenset()
     with serving(engine) as found:
         yield found
 
@@ -45,12 +43,12 @@ def chat(server: Server, **fields: Any) -> httpx.Response:
 
 def test_the_default_template():
     messages = [Message.model_validate(each) for each in MESSAGES]
-    assert ChatTemplate.load().tokens(messages) == tokens_of(READ)
+    assert ChatTemplate.load().tokens(messages) == BYTES.encode(READ)
 
 
 def test_templates(tmp_path: Path):
     message = Message(role="user", content="{{ x }}")
-    assert ChatTemplate("{{ messages[0].content }}{{ add_generation_prompt }}").tokens([message]) == tokens_of("{{ x }}True")
+    assert ChatTemplate("{{ messages[0].content }}{{ add_generation_prompt }}").tokens([message]) == BYTES.encode("{{ x }}True")
     with pytest.raises(ApiError, match="refuses them: roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}").tokens([message])
     with pytest.raises(ApiError, match="refuses them: access to attribute '__class__'"):
@@ -62,6 +60,17 @@ def test_templates(tmp_path: Path):
     (tmp_path / "latin").write_bytes(b"\xff")
     with pytest.raises(ValueError, match="utf-8"):
         ChatTemplate.load(tmp_path / "latin")
+
+
+def test_what_public_templates_call():
+    message = Message(role="user", content="<é>")
+    written = (
+        "{% for message in messages %}{{ message | tojson }}{% break %}{% endfor %}{{ tools is none }}{{ strftime_now('%%') }}"
+    )
+    expected = '{"role": "user", "content": "<é>"}True%'
+    assert ChatTemplate(written).tokens([message, message]) == BYTES.encode(expected)
+    marked = "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ bos_token }}"
+    assert ChatTemplate(marked).tokens([message]) == BYTES.encode("<é>")
 
 
 def test_a_chat_is_a_completion_of_what_the_template_writes(client: openai.OpenAI):
@@ -107,11 +116,11 @@ def test_log_probabilities_of_a_chat(model: Model, client: openai.OpenAI):
     )
     known = found.choices[0].logprobs
     assert known is not None and known.content is not None and len(known.content) == 6
-    tokens = [*tokens_of("user: a\nassistant:")]
+    tokens = [*BYTES.encode("user: a\nassistant:")]
     for entry in known.content:
         expected = logprobs(model, tokens)[-1, :TOKENS]
         tokens.append(entry.bytes[0] if entry.bytes else 256)
-        assert entry.token == name(tokens[-1])
+        assert entry.token == BYTES.name(tokens[-1])
         assert entry.logprob == pytest.approx(expected[tokens[-1]], abs=1e-4)
         np.testing.assert_allclose([top.logprob for top in entry.top_logprobs], np.sort(expected)[::-1][:20], atol=1e-4)
         for top in entry.top_logprobs:
@@ -130,7 +139,7 @@ def test_completions_by_the_client(model: Model, client: openai.OpenAI):
     scored = client.completions.create(model="tiny", prompt="Some text", max_tokens=0, echo=True, logprobs=2)
     known = scored.choices[0].logprobs
     assert known is not None and known.token_logprobs is not None and known.token_logprobs[0] is None
-    tokens = [*tokens_of("Some text")]
+    tokens = [*BYTES.encode("Some text")]
     expected = logprobs(model, tokens)
     values = [value for value in known.token_logprobs[1:] if value is not None]
     np.testing.assert_allclose(values, [expected[at, token] for at, token in enumerate(tokens[1:])], atol=1e-4)

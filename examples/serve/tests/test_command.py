@@ -19,7 +19,7 @@ from ejkernel_serve import bench, models
 from ejkernel_serve.__main__ import main
 from ejkernel_serve.config import EngineConfig, Sampling
 from ejkernel_serve.engine import Engine
-from ejkernel_serve.text import text_of, tokens_of
+from ejkernel_serve.vocabulary import BYTES
 from ejkernel_train import __main__ as trainer
 
 SMALL = ["--pages", "32", "--max-length", "64", "--max-requests", "4", "--buckets", "8", "--dtype", "float32"]
@@ -59,9 +59,9 @@ def test_a_trained_model_is_served(checkpoint: Path):
         assert server.wait(timeout=30) in (0, -signal.SIGTERM)
     config = EngineConfig(pages=32, max_length=64, max_requests=4, buckets=(8,), dtype="float32")
     engine = Engine(models.load_model("llama", "tiny", checkpoint), config)
-    request = engine.submit(tokens_of("The "), Sampling(max_tokens=20, temperature=0.0))
+    request = engine.submit(BYTES.encode("The "), Sampling(max_tokens=20, temperature=0.0))
     engine.finish()
-    assert text == text_of(request.generated)
+    assert text == BYTES.text(request.generated)
 
 
 def test_the_weights_are_those_that_were_trained(checkpoint: Path):
@@ -84,10 +84,10 @@ def test_nothing_is_compiled_after_the_warm_up(checkpoint: Path):
     config = EngineConfig(pages=33, max_length=64, max_requests=4, buckets=(4, 8), dtype="float32")
     for folder in (checkpoint, None):
         engine = Engine(models.load_model("llama", "tiny", folder), config)
-        engine.scheduler.end = None
+        engine.scheduler.ends = frozenset()
         engine.warm_up()
         programs = [program._cache_size() for program in engine.programs]
-        requests = [engine.submit(tokens_of("a" * size), Sampling(max_tokens=3)) for size in (1, 9, 20)]
+        requests = [engine.submit(BYTES.encode("a" * size), Sampling(max_tokens=3)) for size in (1, 9, 20)]
         engine.finish()
         assert [len(request.generated) for request in requests] == [3, 3, 3]
         assert [program._cache_size() for program in engine.programs] == programs

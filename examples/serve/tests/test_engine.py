@@ -12,8 +12,8 @@ from recomputed import greedy, logits, prompts
 
 from ejkernel_serve import device
 from ejkernel_serve.config import EngineConfig, Sampling
-from ejkernel_serve.device import TOKENS
 from ejkernel_serve.engine import Engine
+from ejkernel_serve.vocabulary import TOKENS
 from ejkernel_train.config import MODELS
 from ejkernel_train.model import Model
 
@@ -83,7 +83,7 @@ def test_bursts_change_nothing(model: Model, engine_of: Engines, end: str):
     for burst in (1, 5, 8):
         engine = engine_of(burst=burst)
         if end == "text":
-            engine.scheduler.end = expected[6]
+            engine.scheduler.ends = {expected[6]}
         sampling = [
             Sampling(max_tokens=12 - number, temperature=number / 2, seed=number, top_logprobs=2, **stop) for number in range(4)
         ]
@@ -143,7 +143,7 @@ def test_cancelled_at_any_time(model: Model, engine_of: Engines):
 
 def test_pages_are_written_in_place(model: Model):
     """No layer of the cache is copied, in a step with drafts either."""
-    weights = device.prepare(model, "float32", 64)
+    weights = device.prepare(model, "float32", 64, TOKENS)
     for drafts in (0, 3):
         engine = Engine(model, EngineConfig(pages=1000, max_length=64, max_requests=4, buckets=(4,), drafts=drafts))
         pages = device.empty_pages(model.config, 1000, 16, "float32")

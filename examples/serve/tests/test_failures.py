@@ -44,11 +44,11 @@ def test_a_row_of_nan_ends_its_request_alone(engine_of: Engines, burst: int):
     """In the same batch others go on, as they would alone; and so do those that get its pages afterwards."""
     others = [Sampling(max_tokens=20, seed=seed) for seed in range(3)]
     engine = engine_of(pages=16, burst=burst)  # all of them in use at the end
-    engine.scheduler.end = None
+    engine.scheduler.ends = frozenset()
     alone = [engine.submit([65 + number] * 5, sampling) for number, sampling in enumerate(others)]
     engine.finish()
     engine = engine_of(pages=16, burst=burst)
-    engine.scheduler.end = None
+    engine.scheduler.ends = frozenset()
     bad = engine.submit([90] * 9, Sampling(max_tokens=30))
     beside = [engine.submit([65 + number] * 5, sampling) for number, sampling in enumerate(others[:2])]
     while len(bad.generated) < 3:
@@ -78,7 +78,7 @@ def test_a_probe_finds_a_model_that_diverged(engine_of: Engines):
 def test_clients_of_a_row_of_nan(engine_of: Engines):
     """One is answered with 500 or an event, within a second; another's text is whole."""
     engine = engine_of(**SIZES, burst=1)
-    engine.scheduler.end = None
+    engine.scheduler.ends = frozenset()
     step = engine.step
 
     def poisoning() -> list[News]:
@@ -135,7 +135,7 @@ def test_an_error_of_a_reader(
 def test_the_engine_dies(engine_of: Engines, place: str, error: BaseException):
     """Streams that run get an event, whoever waits an answer, and health turns red."""
     engine = engine_of(**{**SIZES, "max_requests": 2})
-    engine.scheduler.end = None
+    engine.scheduler.ends = frozenset()
     owner: Any = engine if place == "step" else engine.scheduler
     scheduler, function, calls = engine.scheduler, getattr(owner, place), 0
 
@@ -167,7 +167,7 @@ def test_the_engine_dies(engine_of: Engines, place: str, error: BaseException):
 def test_a_client_that_leaves_while_its_body_is_read_in(engine_of: Engines, monkeypatch: pytest.MonkeyPatch):
     """What was admitted for it meanwhile is cancelled."""
     engine = engine_of(**SIZES)
-    engine.scheduler.end = None
+    engine.scheduler.ends = frozenset()
     submit, late = engine.submit, threading.Event()
 
     def slowly(*arguments: Any) -> Any:

@@ -11,10 +11,9 @@ import pytest
 from recomputed import greedy, logprobs
 from served import SIZES, Server, serving
 
-from ejkernel_serve.completion import name
-from ejkernel_serve.device import TOKENS
 from ejkernel_serve.engine import Engine
 from ejkernel_serve.protocol import CompletionRequest, parse_as
+from ejkernel_serve.vocabulary import BYTES, TOKENS
 from ejkernel_train.model import Model
 
 PROMPT = "It is ça"
@@ -24,7 +23,7 @@ TOKENS_OF = [256, *PROMPT.encode()]
 @pytest.fixture
 def server(engine_of: Callable[..., Engine]) -> Iterator[Server]:
     engine = engine_of(**SIZES)
-    engine.scheduler.end = None
+    engine.scheduler.ends = frozenset()
     with serving(engine) as found:
         yield found
 
@@ -39,14 +38,14 @@ def streamed(server: Server, **fields: Any) -> list[dict[str, Any]]:
 def check(model: Model, found: dict[str, Any], tokens: list[int], number: int, first: int = 0) -> None:
     """The log-probabilities of these tokens, of which those from `first` on are reported."""
     expected = logprobs(model, tokens)[:, :TOKENS]
-    assert found["tokens"] == [name(token) for token in tokens[first:]]
+    assert found["tokens"] == [BYTES.name(token) for token in tokens[first:]]
     for place, token in enumerate(tokens[first:], first):
         value, top = found["token_logprobs"][place - first], found["top_logprobs"][place - first]
         if not place:
             assert value is None and top is None
             continue
         assert value == pytest.approx(expected[place - 1, token], abs=1e-4)
-        assert top[name(token)] == value  # to the last bit: clients ask whether it is the largest
+        assert top[BYTES.name(token)] == value  # to the last bit: clients ask whether it is the largest
         best = sorted(top.values(), reverse=True)
         np.testing.assert_allclose(best[:number], np.sort(expected[place - 1])[::-1][:number], atol=1e-4)
         assert len(top) in (number, number + 1)
@@ -86,7 +85,7 @@ def test_a_stream_whose_first_token_is_held_back(server: Server):
 def test_the_likeliest_of_generated_tokens(model: Model, server: Server):
     fields = {"prompt": PROMPT, "max_tokens": 5, "temperature": 1.5, "seed": 3, "logprobs": 5}
     (choice,) = server.complete(**fields).raise_for_status().json()["choices"]
-    names = {name(token): token for token in range(TOKENS)}
+    names = {BYTES.name(token): token for token in range(TOKENS)}
     generated = [names[each] for each in choice["logprobs"]["tokens"]]
     check(model, choice["logprobs"], [*TOKENS_OF, *generated], 5, first=len(TOKENS_OF))
     assert any(len(top) == 6 for top in choice["logprobs"]["top_logprobs"])  # a token that is not among them

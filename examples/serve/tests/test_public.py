@@ -15,7 +15,7 @@ from ejkernel_serve import models
 from ejkernel_serve.__main__ import main, parser
 from ejkernel_serve.config import EngineConfig, Sampling
 from ejkernel_serve.engine import Engine
-from ejkernel_serve.text import tokens_of
+from ejkernel_serve.vocabulary import BYTES
 from ejkernel_train import public
 from ejkernel_train.config import MODELS
 from ejkernel_train.model import Model
@@ -35,11 +35,12 @@ CASES = {
 def test_a_folder_is_served(name: str, tmp_path: Path):
     made = Model(CASES[name], jax.random.key(3))
     public.save(made, tmp_path, "float32")
-    model = models.load_folder(tmp_path, "float32")
+    model, vocabulary = models.load_folder(tmp_path, "float32")
+    assert vocabulary is BYTES
     for left, right in zip(jax.tree.leaves(model), jax.tree.leaves(made), strict=True):
         np.testing.assert_array_equal(left, right)
     engine = Engine(model, EngineConfig(pages=32, max_length=64, max_requests=4, buckets=(8,), dtype="float32"))
-    prompt = list(tokens_of("It is a truth"))
+    prompt = list(BYTES.encode("It is a truth"))
     request = engine.submit(prompt, Sampling(max_tokens=12, temperature=0.0))
     engine.finish()
     assert list(request.generated) == greedy(made, prompt)
@@ -53,6 +54,3 @@ def test_the_name_is_the_folder_s(tmp_path: Path):
 def test_folders_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["--model-folder", str(tmp_path), "--port", "0"]) == 2
     assert f"--model-folder {tmp_path}: {tmp_path / 'config.json'}: No such file or directory" in capsys.readouterr().err
-    (tmp_path / "tokenizer.json").touch()
-    assert main(["--model-folder", str(tmp_path), "--port", "0"]) == 2
-    assert "only models whose tokens are bytes are served" in capsys.readouterr().err

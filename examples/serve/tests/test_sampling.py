@@ -13,10 +13,11 @@ from recomputed import all_logits, logits, logprobs, prompts
 
 from ejkernel_serve import penalties
 from ejkernel_serve.config import Sampling
-from ejkernel_serve.device import ADJUSTED, TOKENS
+from ejkernel_serve.device import adjusted_sizes
 from ejkernel_serve.engine import Engine
 from ejkernel_serve.scheduler import Chunk, Request
 from ejkernel_serve.speculative import Draft
+from ejkernel_serve.vocabulary import TOKENS
 from ejkernel_train.model import Model
 
 Engines = Callable[..., Engine]
@@ -73,7 +74,8 @@ def test_changed_logits(model: Model, engine_of: Engines, change: str):
 
 def test_many_changed_logits(model: Model, engine_of: Engines):
     """Every size of the ladder, up to all tokens."""
-    for size in (1, ADJUSTED[1], ADJUSTED[1] + 1, ADJUSTED[2] + 1, TOKENS):
+    sizes = adjusted_sizes(TOKENS)
+    for size in (1, sizes[1], sizes[1] + 1, sizes[2] + 1, TOKENS):
         engine = engine_of()
         bias = {token: 9.0 * np.sin(token + size) for token in range(size)}
         request = engine.submit(PROMPT, dataclasses.replace(GREEDY, max_tokens=3, logit_bias=bias))

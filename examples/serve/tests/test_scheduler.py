@@ -138,7 +138,7 @@ def test_the_last_token_is_always_computed():
 
 def test_stop_sequences_and_the_end_of_a_text():
     expected = generated_alone([5], 6)
-    scheduler = Scheduler(SMALL, end=expected[4])
+    scheduler = Scheduler(SMALL, ends={expected[4]})
     memory = Memory(scheduler)
     stopped = scheduler.submit([5], Sampling(max_tokens=6, stop=((249, 249), tuple(expected[1:3]))))
     ended = scheduler.submit([5], Sampling(max_tokens=6))

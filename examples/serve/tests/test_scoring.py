@@ -10,10 +10,10 @@ import pytest
 from recomputed import greedy, logprobs, prompts
 
 from ejkernel_serve.config import Sampling
-from ejkernel_serve.device import TOKENS
 from ejkernel_serve.engine import Engine
 from ejkernel_serve.scheduler import Request
 from ejkernel_serve.speculative import Draft
+from ejkernel_serve.vocabulary import TOKENS
 from ejkernel_train.model import Model
 
 Engines = Callable[..., Engine]
@@ -72,7 +72,7 @@ def test_preemption_loses_no_value_and_doubles_none(model: Model, engine_of: Eng
     """The first loses its pages while it is scored, as others grow; of many, some when they generate."""
     engine = engine_of(pages=16, max_requests=4, buckets=(4,), burst=1)
     sampling = Sampling(14, 0.0, prompt_logprobs=True, top_logprobs=1)
-    engine.scheduler.end = None
+    engine.scheduler.ends = frozenset()
     for number in range(3):
         engine.submit([number, 1, 2], Sampling(max_tokens=20))
     for _ in range(4):

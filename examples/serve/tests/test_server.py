@@ -22,7 +22,7 @@ from ejkernel_serve.engine import Engine
 from ejkernel_serve.protocol import CompletionRequest, parse_as
 from ejkernel_serve.scheduler import News, Request
 from ejkernel_serve.server import MAX_BODY
-from ejkernel_serve.text import text_of
+from ejkernel_serve.vocabulary import BYTES
 
 Engines = Callable[..., Engine]
 
@@ -44,7 +44,7 @@ def slow(engine_of: Engines) -> Iterator[Server]:
         return step()
 
     engine.step = slowly
-    engine.scheduler.end = None
+    engine.scheduler.ends = frozenset()
     with serving(engine) as found:
         yield found
 
@@ -55,7 +55,7 @@ def alone(engine: Engine, **fields: Any) -> str:
     prompt, sampling = wanted.requests()[0]
     request = engine.submit(prompt, sampling)
     engine.finish()
-    return text_of(request.generated)
+    return BYTES.text(request.generated)
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
@@ -169,7 +169,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"seed": -1}, "seed", "greater than or equal to 0"),
     ({"seed": 2**64}, "seed", "less than"),
     ({"stop": ""}, "stop", "not empty"),
-    ({"stop": ["a"] * 5}, "stop", "at most 4"),
+    ({"stop": ["a"] * 17}, "stop", "at most 16"),
     ({"stop": [1]}, "stop", "not empty"),
     ({"stop": "a" * 200_000}, "stop", "has a sequence of 200000 bytes; at most 1024 are possible"),
     ({"stop": ["b", "é" * 513]}, "stop", "has a sequence of 1026 bytes; at most 1024 are possible"),

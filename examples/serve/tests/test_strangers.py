@@ -37,7 +37,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 @pytest.fixture
 def impatient(engine_of: Engines) -> Iterator[Server]:
     engine = engine_of(**SIZES)
-    engine.scheduler.end = None
+    engine.scheduler.ends = frozenset()
     with serving(engine, IMPATIENT) as found:
         yield found
 

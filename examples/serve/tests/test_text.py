@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from ejkernel_serve.text import TextStream, text_of, tokens_of
+from ejkernel_serve.text import TextStream
+from ejkernel_serve.vocabulary import BYTES
 
 
 def test_a_document_begins_with_the_mark():
-    assert tokens_of("é") == (256, 0xC3, 0xA9)
-    assert text_of([256, 0xC3, 0xA9, 256, 0x41]) == "éA"
+    assert BYTES.encode("é") == (256, 0xC3, 0xA9)
+    assert BYTES.text([256, 0xC3, 0xA9, 256, 0x41]) == "éA"
 
 
 def pieces(text: str | bytes, stop: tuple[bytes, ...] = (), reason: str = "length") -> list[str]:

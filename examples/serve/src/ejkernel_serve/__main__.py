@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ejkernel_serve import models
+from ejkernel_serve import models, tokenizer
 from ejkernel_serve.config import Limits
 
 
@@ -21,7 +21,12 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--port", type=int, default=8000)
     found.add_argument("--name", help="of the model, for clients; default: llama-tiny and the like, or the folder's")
-    found.add_argument("--chat-template", type=Path, metavar="FILE", help="in Jinja2: what the model reads of a chat")
+    found.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="in Jinja2: of chats; default: the folder's, if it has one",
+    )
     found.add_argument("--grace", type=int, default=10, metavar="SECONDS", help="for requests to end in after SIGTERM")
     return found
 
@@ -31,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         import uvicorn
 
-        from ejkernel_serve.chat import DEFAULT_TEMPLATE, ChatTemplate
+        from ejkernel_serve.chat import ChatTemplate
         from ejkernel_serve.connection import configuration
         from ejkernel_serve.server import application
     except ImportError as error:
@@ -40,7 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.grace < 0:
             raise ValueError(f"--grace is {arguments.grace}; give at least 0 seconds")
-        template = ChatTemplate.load(arguments.chat_template or DEFAULT_TEMPLATE)
+        if arguments.chat_template:
+            template = ChatTemplate.load(arguments.chat_template)
+        else:
+            source = tokenizer.template_of(arguments.model_folder) if arguments.model_folder else None
+            template = ChatTemplate.load() if source is None else ChatTemplate(source)
         with contextlib.ExitStack() as opened:
             listeners = bound(arguments.host, arguments.port, opened)  # before what takes long
             engine = models.load_engine(arguments)

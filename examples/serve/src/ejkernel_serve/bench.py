@@ -61,7 +61,7 @@ def measure(engine: Engine, number: int, prompt: int, generate: int, seed: int, 
     rng = np.random.default_rng(seed)
     arrivals = np.zeros(number) if rate is None else np.cumsum(rng.exponential(1 / rate, number))
     sampling = [Sampling(generate, temperature=0.8, top_k=50, top_p=0.95, seed=each) for each in range(number)]
-    prompts = rng.integers(0, 256, (number, prompt)).tolist()
+    prompts = rng.integers(0, engine.vocabulary.size - 1, (number, prompt)).tolist()
     requests, last = list[Request](), dict[Request, float]()  # of a request, when it arrived or had news
     first: list[float] = []
     between: list[float] = []
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         ValueError: sizes that do not fit.
     """
     engine = models.load_engine(arguments)
-    engine.scheduler.end = None  # so that every request generates as many tokens
+    engine.scheduler.ends = frozenset()  # so that every request generates as many tokens
     start = time.perf_counter()
     engine.warm_up()
     compiled = time.perf_counter() - start

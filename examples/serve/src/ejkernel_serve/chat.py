@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from ejkernel_serve.config import MAX_TOP_LOGPROBS
 from ejkernel_serve.protocol import MAX_CHOICES, ApiError, GenerationRequest, is_list
-from ejkernel_serve.text import tokens_of
+from ejkernel_serve.vocabulary import BYTES, Vocabulary
 
 DEFAULT_TEMPLATE = Path(__file__).with_name("chat.jinja")
 
@@ -51,15 +56,20 @@ class Message(BaseModel):
 class ChatTemplate:
     """A Jinja2 template that gets `messages` and `add_generation_prompt`, and writes what the model reads.
 
-    It runs in a sandbox. What it writes follows the mark before a document. `raise_exception(text)` refuses the messages.
+    It runs in a sandbox, with what templates of public models call: `raise_exception(text)` refuses the messages, and
+    `strftime_now(format)` tells the date. Marks are its own to write, as `bos_token`; where tokens are bytes, the mark before a
+    document precedes what it writes.
     """
 
     def __init__(self, source: str) -> None:
         """Raises:
         ValueError: the source is no template.
         """
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse  # pyright: ignore[reportArgumentType]
+        extensions = ["jinja2.ext.loopcontrols", GenerationTag]
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        functions: dict[str, Any] = {"raise_exception": _refuse, "strftime_now": _now}
+        environment.globals.update(functions)
+        environment.filters["tojson"] = _json
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -73,15 +83,26 @@ class ChatTemplate:
         """
         return cls(path.read_text(encoding="utf-8"))
 
-    def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def tokens(self, messages: Sequence[Message], vocabulary: Vocabulary = BYTES) -> tuple[int, ...]:
         """Raises:
         ApiError: the template refuses the messages, or fails on them.
         """
+        said: dict[str, Any] = {"messages": [message.model_dump() for message in messages], "add_generation_prompt": True}
         try:
-            text = self._template.render(messages=[message.model_dump() for message in messages], add_generation_prompt=True)
+            text = self._template.render(**vocabulary.variables, **said, tools=None, documents=None)
         except jinja2.TemplateError as error:
             raise ApiError(400, f"messages: the chat template refuses them: {error}", param="messages") from error
-        return tokens_of(text)
+        return vocabulary.encode_chat(text)
+
+
+class GenerationTag(Extension):
+    """`{% generation %}` marks what assistants say, for trainers; here it is text as any other."""
+
+    tags = {"generation"}  # noqa: RUF012 as jinja2 has it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatRequest(GenerationRequest):
@@ -117,7 +138,7 @@ class ChatRequest(GenerationRequest):
         Raises:
             ApiError: as `ChatTemplate.tokens`.
         """
-        self._prompt = template.tokens(self.messages)
+        self._prompt = template.tokens(self.messages, self.vocabulary)
         self._room = max(length - len(self._prompt), 1)
 
     @model_validator(mode="after")
@@ -131,3 +152,12 @@ class ChatRequest(GenerationRequest):
 
 def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().astimezone().strftime(form)
+
+
+def _json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
+    """As models saw it: characters as they are, none replaced for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)

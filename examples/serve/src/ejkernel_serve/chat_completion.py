@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from ejkernel_serve.chat import ChatRequest
-from ejkernel_serve.completion import Choice, Completion, name
+from ejkernel_serve.completion import Choice, Completion
 from ejkernel_serve.worker import Generation
-from ejkernel_train.data import START
 
 
 class ChatCompletion(Completion):
@@ -48,13 +47,13 @@ class ChatChoice(Choice):
         request, places = self.generation.request, range(first, len(self.tokens))
         content = [
             {
-                **_entry(self.tokens[place], request.logprobs[place]),
-                "top_logprobs": [_entry(*each) for each in request.top_logprobs[place]] if self.wanted.likeliest else [],
+                **self._entry(self.tokens[place], request.logprobs[place]),
+                "top_logprobs": [self._entry(*each) for each in request.top_logprobs[place]] if self.wanted.likeliest else [],
             }
             for place in places
         ]
         return {"content": content, "refusal": None}
 
-
-def _entry(token: int, logprob: float) -> dict[str, Any]:
-    return {"token": name(token), "logprob": logprob, "bytes": None if token == START else [token]}
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        spelt = self.wanted.vocabulary.spelling[token]
+        return {"token": self.wanted.vocabulary.name(token), "logprob": logprob, "bytes": [*spelt] if spelt else None}

@@ -100,7 +100,7 @@ class Choice:
     def __init__(self, index: int, generation: Generation, wanted: GenerationRequest, echo: str = "") -> None:
         """`echo`: what the text begins with."""
         self.index, self.generation = index, generation
-        self._stream = TextStream(wanted.stops)
+        self._stream = TextStream(wanted.stops, wanted.vocabulary)
         self._parts, self._fresh = list[str](), [echo]
         self.tokens: list[int] = []
         self.reason: Reason | None = None
@@ -183,7 +183,7 @@ class TextChoice(Choice):
         request = self.generation.request
         first, *others = request.tokens[: request.prompt]
         known = self._known(others, request.prompt_logprobs, request.prompt_top_logprobs)
-        stream = TextStream()
+        name, stream = self.wanted.vocabulary.name, TextStream((), self.wanted.vocabulary, begins=True)
         for token in (first, *others):
             stream.feed(token, None)
         nothing = {"tokens": [name(first)], "token_logprobs": [None], "top_logprobs": [None] if self.wanted.likeliest else None}
@@ -194,10 +194,17 @@ class TextChoice(Choice):
         likeliest = None
         if self.wanted.likeliest:
             likeliest = [
-                {**{name(each): value for each, value in places}, name(token): logprob}
+                self._by_name(token, {**dict(places), token: logprob})
                 for token, logprob, places in zip(tokens, logprobs, top, strict=True)
             ]
-        return {"tokens": [name(token) for token in tokens], "token_logprobs": [*logprobs], "top_logprobs": likeliest}
+        names = [self.wanted.vocabulary.name(token) for token in tokens]
+        return {"tokens": names, "token_logprobs": [*logprobs], "top_logprobs": likeliest}
+
+    def _by_name(self, token: int, logprobs: dict[int, float]) -> dict[str, float]:
+        """Of two tokens with one text, the first has a name of another kind; `token` never does."""
+        names = {each: self.wanted.vocabulary.name(each) for each in logprobs}
+        last = {name: each for each, name in names.items()} | {names[token]: token}
+        return {name if last[name] == each else f"token_id:{each}": logprobs[each] for each, name in names.items()}
 
 
 def answer_to(error: Exception) -> ApiError:
@@ -222,11 +229,6 @@ async def _read(choice: Choice, ready: asyncio.Queue[dict[str, Any] | Exception 
         await ready.put(None)
     except Exception as error:  # noqa: BLE001 raised again by who reads the queue
         await ready.put(error)
-
-
-def name(token: int) -> str:
-    """A character, or the byte of one as OpenAI writes it."""
-    return chr(token) if token < 128 else f"bytes:\\x{token:02x}"
 
 
 def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

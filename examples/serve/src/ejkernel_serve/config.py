@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Sampling:
         top_k: draw from the k likeliest; 0 from all.
         top_p: draw from the fewest that have this probability together.
         seed: in [0, 2**64). The n-th token is drawn with a key of the seed and n, so neither neighbours nor preemption change it.
-        stop: sequences of tokens after which the request ends.
+        stop: sequences of tokens after which the request ends; of bytes, if there is a `spelling`.
         min_p: draw from those at least that probable, next to the most probable.
         repetition_penalty: divides the positive logits of tokens in the prompt or generated so far, and multiplies the negative.
         presence_penalty: taken from the logit of each token that was generated.
@@ -113,6 +113,7 @@ class Sampling:
         top_logprobs: how many of the likeliest tokens are reported, with their log-probabilities, in place of each token.
         prompt_logprobs: the log-probabilities of the prompt's tokens are found too. Then `max_tokens` may be 0.
         guide: a grammar that the text follows; each request begins with a copy.
+        spelling: the bytes of each token.
     """
 
     max_tokens: int = 16
@@ -129,6 +130,7 @@ class Sampling:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     guide: Guide | None = None
+    spelling: Sequence[bytes] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:

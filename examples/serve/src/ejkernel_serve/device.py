@@ -22,21 +22,19 @@ import ejkernel
 from ejkernel_serve.config import MAX_TOP_LOGPROBS
 from ejkernel_serve.layers import Layer, layers_of
 from ejkernel_train.config import ModelConfig
-from ejkernel_train.data import START
 from ejkernel_train.model import Context, Model, rotary
 from ejkernel_train.operations import choose
 from ejkernel_train.sharding import Layout
 
 Array = jax.Array | np.ndarray[Any, Any]
 
-TOKENS = START + 1
-"""Bytes and the mark before a document. A model may have more; they are never drawn."""
-
-ADJUSTED = (0, 16, 64, TOKENS)
-"""Sizes of A; each has programs of its own."""
-
 TOP = (0, 5, MAX_TOP_LOGPROBS)
 """Numbers of likeliest tokens that a program reports."""
+
+
+def adjusted_sizes(tokens: int) -> tuple[int, ...]:
+    """Sizes of A of a vocabulary; each has programs of its own."""
+    return (0, *(size for size in (16, 64, 256, 1024, 4096, 16384) if 2 * size <= tokens), tokens)
 
 
 class Pages(NamedTuple):
@@ -67,7 +65,7 @@ class Batch(NamedTuple):
         adjusted: int32 `[S, A]`, tokens whose logits l become `(l / factor if l > 0 else l * factor) + bias` before one is drawn;
             none twice in a row, -1 where there are fewer. None: none.
         factor, bias: float32 `[S, A]`.
-        allowed: bool `[S, TOKENS]`, tokens that may be drawn. None: all.
+        allowed: uint32 `[S, ceil(Weights.tokens / 32)]`, a bit for each token that may be drawn, the lowest first. None: all.
         targets: int32 `[S]`, tokens whose log-probabilities are reported instead of those of the drawn ones; -1: the drawn one's.
             None: -1.
     """
@@ -124,6 +122,7 @@ class Weights(eqx.Module):
         head: `[V, d]`; None where the embedding is it.
         cos, sin: `[positions, D / 2]`.
         epsilon: of the norm.
+        tokens: of the vocabulary. A model may have more; they are never drawn.
     """
 
     embedding: jax.Array
@@ -133,23 +132,24 @@ class Weights(eqx.Module):
     cos: jax.Array
     sin: jax.Array
     epsilon: float = eqx.field(static=True)
+    tokens: int = eqx.field(static=True)
 
 
-def prepare(model: Model, dtype: str, positions: int) -> Weights:
-    """Parameters in the dtype of the products.
+def prepare(model: Model, dtype: str, positions: int, tokens: int) -> Weights:
+    """Parameters in the dtype of the products, for a vocabulary of so many tokens.
 
     Raises:
-        ValueError: the model keeps something else than the keys and values of attention, or has fewer than `TOKENS` tokens.
+        ValueError: the model keeps something else than the keys and values of attention, or has fewer tokens.
     """
     config = model.config
     others = sorted({*config.pattern} - {"attention", "gated_attention"})
     if others:
         raise ValueError(f"the model has blocks of {', '.join(others)}, whose states have no pages; serve llama or moe")
-    if config.vocabulary < TOKENS:
-        raise ValueError(f"the model has a vocabulary of {config.vocabulary}; bytes and a mark need {TOKENS}")
+    if config.vocabulary < tokens:
+        raise ValueError(f"the model has a vocabulary of {config.vocabulary}; bytes and a mark need {tokens}")
     layers = tuple(layers_of(model.compute_copy(dtype)))
     embedding, head = model.embedding.astype(dtype), None if model.head is None else model.head.astype(dtype)
-    return Weights(embedding, layers, model.norm, head, *rotary(config, positions), config.epsilon)
+    return Weights(embedding, layers, model.norm, head, *rotary(config, positions), config.epsilon, tokens)
 
 
 def empty_pages(config: ModelConfig, pages: int, page_size: int, dtype: str) -> Pages:
@@ -171,7 +171,7 @@ def step(weights: Weights, pages: Pages, batch: Batch, top: int = 0) -> tuple[Pa
         x, pages = run(layer, x, angles, pages, batch, jnp.int32(number * per_layer))
     rows = choose("ejkernel").rms_norm(x[0, batch.rows], weights.norm, weights.epsilon)
     logits = jnp.einsum("sd,vd->sv", rows, weights.embedding if weights.head is None else weights.head)
-    return pages, _draw(logits, batch, top)
+    return pages, _draw(logits, batch, top, weights.tokens)
 
 
 def steps(weights: Weights, pages: Pages, batch: Batch, before: jax.Array, number: int, top: int = 0) -> tuple[Pages, Draws]:
@@ -291,16 +291,18 @@ def _block(
     return x, written
 
 
-def _draw(logits: jax.Array, batch: Batch, top: int) -> Draws:
-    """From `[S, V]`, each with a key of its request's seed and of how many tokens that has drawn."""
+def _draw(logits: jax.Array, batch: Batch, top: int, size: int) -> Draws:
+    """From `[S, V]`, each with a key of its request's seed and of how many tokens that has drawn; `size`: of the vocabulary."""
 
     def key(seed: Any, drawn: Any) -> jax.Array:
         return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), drawn)
 
-    possible = jnp.arange(logits.shape[-1]) < TOKENS
+    possible = jnp.arange(logits.shape[-1]) < size
     allowed = possible
     if batch.allowed is not None:
-        allowed = jnp.pad(batch.allowed, ((0, 0), (0, logits.shape[-1] - TOKENS)))
+        bits = jnp.asarray(batch.allowed)[..., None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & jnp.uint32(1)
+        known = bits.reshape(len(bits), -1)[:, :size] != 0
+        allowed = jnp.pad(known, ((0, 0), (0, logits.shape[-1] - size)))
     drawn = ejkernel.sample_tokens(
         _adjust(logits, batch),
         jax.vmap(key)(batch.seeds, batch.drawn),

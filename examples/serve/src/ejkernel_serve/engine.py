@@ -13,7 +13,7 @@ import numpy as np
 from ejkernel_serve import device, penalties, speculative
 from ejkernel_serve.config import EngineConfig, Sampling
 from ejkernel_serve.scheduler import Chunk, Drawn, News, Request, Scheduler, Top
-from ejkernel_train.data import START
+from ejkernel_serve.vocabulary import BYTES, Vocabulary
 from ejkernel_train.model import Model
 
 
@@ -30,14 +30,14 @@ class Engine:
     One thread calls `step`; `submit` and `cancel` may be called from others.
     """
 
-    def __init__(self, model: Model, config: EngineConfig) -> None:
+    def __init__(self, model: Model, config: EngineConfig, vocabulary: Vocabulary = BYTES) -> None:
         """Raises:
         ValueError: a model that cannot be served, see `device.prepare`.
         """
-        self.config = config
-        self.scheduler = Scheduler(config, end=START)
+        self.config, self.vocabulary = config, vocabulary
+        self.scheduler = Scheduler(config, ends=vocabulary.ends)
         self._lock = threading.Lock()
-        weights = device.prepare(model, config.dtype, config.max_length)
+        weights = device.prepare(model, config.dtype, config.max_length, vocabulary.size)
         pages = device.empty_pages(model.config, config.pages, config.page_size, config.dtype)
         # placed, as restored weights are: with pages that were not, the first step's program would be another than later ones'
         weights, self._pages = jax.device_put((weights, pages), jax.devices()[0])
@@ -54,15 +54,15 @@ class Engine:
         """Let a request wait for its turn.
 
         Raises:
-            ValueError: a token, of the prompt or of `logit_bias`, that is no byte and not the mark; else as `Scheduler.submit`.
+            ValueError: a token, of the prompt or of `logit_bias`, that the vocabulary has not; else as `Scheduler.submit`.
             QueueFullError: as many requests run and wait as may.
         """
         for token in (min(prompt), max(prompt)) if prompt else ():
-            if not 0 <= token < device.TOKENS:
-                raise ValueError(f"the prompt has the token {token}; give bytes, or {START} before a document")
+            if not 0 <= token < self.vocabulary.size:
+                raise ValueError(f"the prompt has the token {token}; give {self.vocabulary.possible}")
         for token in sampling.logit_bias:
-            if token >= device.TOKENS:
-                raise ValueError(f"logit_bias has the token {token}; give tokens below {device.TOKENS}")
+            if token >= self.vocabulary.size:
+                raise ValueError(f"logit_bias has the token {token}; give tokens below {self.vocabulary.size}")
         with self._lock:
             return self.scheduler.submit(prompt, sampling)
 
@@ -114,7 +114,7 @@ class Engine:
         Raises:
             ValueError: the model's logits are not finite, as those of a training that diverged.
         """
-        request = self.submit([START], Sampling(max_tokens=1))
+        request = self.submit([self.vocabulary.first], Sampling(max_tokens=1))
         self.finish()
         if request.reason == "failed":
             raise ValueError("the model's logits are not finite, so it can generate nothing; serve an earlier checkpoint")
@@ -198,10 +198,11 @@ class Engine:
             batch.top_p[drawing], min_p[drawing] = sampling.top_p, sampling.min_p
             adjustments += [{}] * len(scored) + penalties.of_chunk(chunks[number])
             if request.guide is not None and size == request.remaining:
-                allowed = np.ones((len(batch.rows), device.TOKENS), bool) if allowed is None else allowed
-                allowed[drawing] = request.guide.allowed()
+                found = request.guide.allowed()
+                allowed = np.full((len(batch.rows), len(found)), 2**32 - 1, np.uint32) if allowed is None else allowed
+                allowed[drawing] = found
         adjustments += [{}] * (len(batch.rows) - row)
-        adjusted = penalties.arrays(adjustments, device.ADJUSTED)
+        adjusted = penalties.arrays(adjustments, device.adjusted_sizes(self.vocabulary.size))
         return batch._replace(min_p=min_p if min_p.any() else None, allowed=allowed, **adjusted)
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 
+from ejkernel_serve import tokenizer
 from ejkernel_serve.config import EngineConfig
 from ejkernel_serve.engine import Engine
+from ejkernel_serve.vocabulary import Vocabulary
 from ejkernel_train import public
 from ejkernel_train.checkpoint import Checkpoints, DamagedError
 from ejkernel_train.config import DEFAULTS, TrainConfig
@@ -22,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="what `ejkernel_train --checkpoints FOLDER` saved")
-    source.add_argument("--model-folder", type=Path, metavar="FOLDER", help="what `ejkernel_train.export` wrote")
+    source.add_argument(
+        "--model-folder", type=Path, metavar="FOLDER", help="a public model, or what `ejkernel_train.export` wrote"
+    )
     source.add_argument("--random", choices=list(DEFAULTS), metavar="SIZE", help="random weights of this size, to try it out")
     add("--model", choices=["llama", "moe"], default="llama")
     add("--size", choices=list(DEFAULTS), default="tiny", help="of the checkpoint's model")
@@ -65,16 +69,15 @@ def load_model(model: str, size: str, checkpoint: Path | None) -> Model:
     return restored.model
 
 
-def load_folder(folder: Path, dtype: str) -> Model:
-    """A model in public files, whose tokens are bytes.
+def load_folder(folder: Path, dtype: str) -> tuple[Model, Vocabulary]:
+    """A model in public files and its tokens.
 
     Raises:
-        ValueError: as `public.load`, or its tokens are others.
+        ValueError: as `public.load` and `tokenizer.load`, or a package is missing.
     """
     try:
-        if (folder / public.TOKENIZER).is_file():
-            raise ValueError(f"it has a {public.TOKENIZER}, and only models whose tokens are bytes are served")
-        return public.load(folder, dtype)
+        vocabulary = tokenizer.load(folder, public.read_config(folder).vocabulary)
+        return public.load(folder, dtype), vocabulary
     except ImportError as error:
         raise ValueError(f"--model-folder: {error}; pip install ejkernel-serve[public]") from None
     except ValueError as error:
@@ -95,7 +98,8 @@ def load_engine(arguments: argparse.Namespace) -> Engine:
     """
     config = engine_config(arguments)
     if arguments.model_folder:
-        return Engine(load_folder(arguments.model_folder, config.dtype), config)
+        model, vocabulary = load_folder(arguments.model_folder, config.dtype)
+        return Engine(model, config, vocabulary)
     return Engine(load_model(arguments.model, arguments.random or arguments.size, arguments.checkpoint), config)
 
 

@@ -10,22 +10,32 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ejkernel_serve.config import MAX_BIAS, MAX_PENALTY, MAX_REPETITION, MIN_REPETITION, Sampling
-from ejkernel_serve.device import TOKENS
 from ejkernel_serve.grammar import Guide
-from ejkernel_serve.text import text_of, tokens_of
+from ejkernel_serve.vocabulary import BYTES, Vocabulary
 
 MAX_CHOICES = 64
 """Prompts of a request times `n`, or `best_of`."""
 
-MAX_STOPS = 4
+MAX_STOPS = 16
+"""OpenAI has 4, and clients that evaluate models send more."""
+
 MAX_STOP = 1024
 """Bytes of a stop sequence."""
 
 _MAX_FIELDS = 300
-"""Of an object: `logit_bias` may name every token."""
+"""Of an object: `logit_bias` may name every byte."""
 
 _MAX_MESSAGE = 500
 """Characters of an error's message, which may repeat what the client sent."""
@@ -76,15 +86,14 @@ class ResponseFormat(BaseModel):
             raise ValueError("has json_schema where type is json_schema, and nowhere else")
         return self
 
-    @functools.cached_property
-    def guide(self) -> Guide | None:
+    def guide(self, vocabulary: Vocabulary) -> Guide | None:
         """Raises:
         ApiError: no grammar can be made of the schema.
         """
         if self.type == "text":
             return None
         try:
-            return Guide.of_schema({"type": "object"} if self.json_schema is None else self.json_schema.schema_)
+            return Guide.of_schema({"type": "object"} if self.json_schema is None else self.json_schema.schema_, vocabulary)
         except ValueError as error:
             raise ApiError(400, f"response_format: {error}", param="response_format") from None
 
@@ -119,6 +128,13 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat(type="text")
     user: str = ""
+
+    _vocabulary: Vocabulary = PrivateAttr(BYTES)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Of the model."""
+        return self._vocabulary
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:
@@ -164,10 +180,23 @@ class GenerationRequest(BaseModel):
 
     @field_validator("logit_bias", mode="plain")
     @classmethod
-    def _biases(cls, given: Any) -> dict[int, float]:
+    def _biases(cls, given: Any, info: ValidationInfo) -> dict[int, float]:
         if not isinstance(given, dict):
             raise ValueError("must be an object of tokens and what to add to their logits")
-        return {_token(name): _bias(value) for name, value in given.items()}  # pyright: ignore[reportUnknownVariableType]
+        size = _vocabulary_of(info).size
+        return {_token(name, size): _bias(value) for name, value in given.items()}  # pyright: ignore[reportUnknownVariableType]
+
+    @model_validator(mode="after")
+    def _of_vocabulary(self, info: ValidationInfo) -> GenerationRequest:
+        self._vocabulary = _vocabulary_of(info)
+        return self
+
+    @functools.cached_property
+    def guide(self) -> Guide | None:
+        """Raises:
+        ApiError: as `ResponseFormat.guide`.
+        """
+        return self.response_format.guide(self._vocabulary)
 
     @functools.cached_property
     def stops(self) -> tuple[tuple[int, ...], ...]:
@@ -175,7 +204,7 @@ class GenerationRequest(BaseModel):
 
     def prepare(self) -> None:
         """Compute, in whichever thread this is, what the loop's would else have to."""
-        _ = self.stops, self.response_format.guide
+        _ = self.stops, self.guide
 
     def requests(self) -> list[tuple[tuple[int, ...], Sampling]]:
         """One for each candidate: those of the first prompt, then those of the next one."""
@@ -193,7 +222,8 @@ class GenerationRequest(BaseModel):
             logit_bias=self.logit_bias,
             top_logprobs=self.likeliest,
             prompt_logprobs=self.scores,
-            guide=self.response_format.guide,
+            guide=self.guide,
+            spelling=self._vocabulary.stop_spelling,
         )
         return [
             (prompt, dataclasses.replace(sampling, seed=_seed(seed, number)))
@@ -237,7 +267,7 @@ class CompletionRequest(GenerationRequest):
     @functools.cached_property
     def echoes(self) -> tuple[str, ...]:
         """What the text after each prompt begins with."""
-        return tuple(text_of(prompt) if self.echo else "" for prompt in self.prompt)
+        return tuple(self._vocabulary.text(prompt) if self.echo else "" for prompt in self.prompt)
 
     def prepare(self) -> None:
         super().prepare()
@@ -245,14 +275,14 @@ class CompletionRequest(GenerationRequest):
 
     @field_validator("prompt", mode="plain")
     @classmethod
-    def _prompts(cls, given: Any) -> tuple[tuple[int, ...], ...]:
+    def _prompts(cls, given: Any, info: ValidationInfo) -> tuple[tuple[int, ...], ...]:
         if isinstance(given, str) or (is_list(given) and given and all(type(each) is int for each in given)):
             given = [given]
         if not is_list(given) or not given:
             raise ValueError("must be a string, a list of tokens, or a list of these that is not empty")
         if len(given) > MAX_CHOICES:
             raise ValueError(f"has {len(given)} prompts; at most {MAX_CHOICES} are possible")
-        return tuple(_prompt(each) for each in given)
+        return tuple(_prompt(each, _vocabulary_of(info)) for each in given)
 
     @field_validator("suffix")
     @classmethod
@@ -286,12 +316,14 @@ def check_choices(wanted: GenerationRequest, possible: int) -> None:
 Wanted = TypeVar("Wanted", bound=GenerationRequest)
 
 
-def parse_as(kind: type[Wanted], body: bytes) -> Wanted:
-    """Raises:
-    ApiError: 400, naming the first field that does not fit.
+def parse_as(kind: type[Wanted], body: bytes, vocabulary: Vocabulary = BYTES) -> Wanted:
+    """A request to a model of this vocabulary.
+
+    Raises:
+        ApiError: 400, naming the first field that does not fit.
     """
     try:
-        return kind.model_validate(_json_object(body))
+        return kind.model_validate(_json_object(body), context=vocabulary)
     except ValidationError as errors:
         error = errors.errors(include_url=False, include_context=False, include_input=False)[0]
         param = ".".join(str(part) for part in error["loc"]) or None
@@ -333,17 +365,21 @@ def _printable(text: str) -> str:
     return short.encode(errors="backslashreplace").decode()
 
 
-def _prompt(given: Any) -> tuple[int, ...]:
+def _vocabulary_of(info: ValidationInfo) -> Vocabulary:
+    return info.context or BYTES
+
+
+def _prompt(given: Any, vocabulary: Vocabulary) -> tuple[int, ...]:
     if isinstance(given, str):
-        return tokens_of(given)
+        return vocabulary.encode(given)
     if not is_list(given) or not given or not all(type(token) is int for token in given):
         raise ValueError("must be a string, a list of tokens, or a list of these that is not empty")
     return tuple(given)
 
 
-def _token(name: Any) -> int:
-    if not (isinstance(name, str) and name.isascii() and name.isdecimal() and len(name) < 5) or int(name) >= TOKENS:
-        raise ValueError(f"has the key {name!r}; give tokens in [0, {TOKENS}) as strings")
+def _token(name: Any, size: int) -> int:
+    if not (isinstance(name, str) and name.isascii() and name.isdecimal() and len(name) < 10) or int(name) >= size:
+        raise ValueError(f"has the key {name!r}; give tokens in [0, {size}) as strings")
     if str(int(name)) != name:
         raise ValueError(f"has the key {name!r}; give tokens without leading zeros")
     return int(name)

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Literal, NamedTuple
 
 from ejkernel_serve import speculative
@@ -68,7 +68,7 @@ class Request:
     reason: Reason | None = None
 
     def __post_init__(self) -> None:
-        self.stops = StopMatcher(self.sampling.stop)
+        self.stops = StopMatcher(self.sampling.stop, self.sampling.spelling)
         self.guide = None if self.sampling.guide is None else self.sampling.guide.copy()
         """Both have read what was generated."""
 
@@ -145,11 +145,11 @@ class Scheduler:
     def __init__(
         self,
         config: EngineConfig,
-        end: int | None = None,
+        ends: Set[int] = frozenset(),
         propose: Callable[[Sequence[int], int], tuple[Draft, ...]] = speculative.propose,
     ) -> None:
-        """`end`: the token that ends a text; None if there is none. `propose`: at most so many drafts of what follows tokens."""
-        self.config, self.end, self.propose = config, end, propose
+        """`ends`: the tokens that end a text. `propose`: at most so many drafts of what follows tokens."""
+        self.config, self.ends, self.propose = config, ends, propose
         self.cache = PageCache(config.pages, config.page_size, reuse=config.prefix_reuse)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -384,7 +384,7 @@ class Scheduler:
                 self.cache.publish(page, value)
 
     def _reason(self, request: Request) -> Reason | None:
-        if len(request.tokens) > request.prompt and (request.tokens[-1] == self.end or request.stops.matched):
+        if len(request.tokens) > request.prompt and (request.tokens[-1] in self.ends or request.stops.matched):
             return "stop"
         return "length" if len(request.tokens) >= request.longest else None
 

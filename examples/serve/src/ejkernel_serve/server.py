@@ -145,7 +145,7 @@ class Service:
         self.worker.cancel(admitted[1])
 
     def _admit(self, kind: type[GenerationRequest], body: bytes) -> Admitted:
-        wanted = parse_as(kind, body)
+        wanted = parse_as(kind, body, self.worker.engine.vocabulary)
         self._check_model(wanted.model)
         if isinstance(wanted, ChatRequest):
             wanted.fit(self._template, self.worker.engine.config.max_length)

@@ -15,14 +15,33 @@ class StopMatcher:
     Attributes:
         matched: tokens of the longest sequence that ends with the last token; 0 if none does.
         begun: tokens of the longest beginning of a sequence, short of the whole, that the last tokens are.
+        after: see `spelling`.
     """
 
-    def __init__(self, stops: Sequence[tuple[int, ...]] = ()) -> None:
+    def __init__(self, stops: Sequence[tuple[int, ...]] = (), spelling: Sequence[bytes] | None = None) -> None:
+        """`spelling`: the bytes of each token, where sequences are of bytes, and begin and end within tokens. Then the attributes
+        count bytes, and of the first sequence that ends in a token, `after` are those of the token after it, which are not read.
+        """
         self._stops = [(stop, fallbacks(stop)) for stop in stops]
         self._states = [0] * len(stops)
-        self.matched = self.begun = 0
+        self._spelling = spelling
+        self.matched = self.begun = self.after = 0
 
     def feed(self, token: int) -> None:
+        if not self._stops:
+            return
+        if self._spelling is None:
+            self._read(token)
+            return
+        self.matched = self.after = 0
+        spelt = self._spelling[token]
+        for place, byte in enumerate(spelt, 1):
+            self._read(byte)
+            if self.matched:
+                self.after = len(spelt) - place
+                return
+
+    def _read(self, token: int) -> None:
         self.matched = self.begun = 0
         for place, (stop, fallback) in enumerate(self._stops):
             state = self._states[place]
