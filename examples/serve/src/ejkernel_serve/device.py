@@ -297,14 +297,12 @@ def _draw(logits: jax.Array, batch: Batch, top: int, size: int) -> Draws:
     def key(seed: Any, drawn: Any) -> jax.Array:
         return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), drawn)
 
-    possible = jnp.arange(logits.shape[-1]) < size
-    allowed = possible
+    allowed = None
     if batch.allowed is not None:
         bits = jnp.asarray(batch.allowed)[..., None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & jnp.uint32(1)
-        known = bits.reshape(len(bits), -1)[:, :size] != 0
-        allowed = jnp.pad(known, ((0, 0), (0, logits.shape[-1] - size)))
+        allowed = bits.reshape(len(bits), -1)[:, :size] != 0
     drawn = ejkernel.sample_tokens(
-        _adjust(logits, batch),
+        _adjust(logits[:, :size], batch),
         jax.vmap(key)(batch.seeds, batch.drawn),
         temperature=batch.temperature,
         top_k=batch.top_k,
@@ -317,7 +315,7 @@ def _draw(logits: jax.Array, batch: Batch, top: int, size: int) -> Draws:
     found = jnp.take_along_axis(logprobs, reported.clip(min=0)[:, None], axis=1)[:, 0]
     if not top:
         return Draws(drawn, found)
-    likeliest, tokens = jax.lax.top_k(jnp.where(possible, logprobs, -jnp.inf), top)
+    likeliest, tokens = jax.lax.top_k(logprobs[:, :size], top)
     return Draws(drawn, found, tokens, likeliest)
 
 
