@@ -430,16 +430,17 @@ class Model(eqx.Module):
     def narrow_weights(self, operations: Operations, layout: Layout = NO_MESH) -> Model:
         """Nothing but `Linear.narrow` of layers in float8, for all parts of a step: `eqx.combine` adds it to a model. Nothing at
         all on a mesh, where every block is gathered before."""
-        make = partial(narrow, Context(operations, layout, *[jnp.zeros(())] * 2).float8)
+        if layout.mesh is not None:
+            return jax.tree.map(lambda _: None, self)
+        make = partial(narrow, Float8(operations.scaled_matmul, operations.quantize_float8))
         make = jax.vmap(make) if self.stacked else make
 
         def of(part: Any) -> Any:
-            nothing = jax.tree.map(lambda leaf: None, part)
-            if layout.mesh is not None or not isinstance(part, Linear) or part.scales is None:
+            nothing = jax.tree.map(lambda _: None, part)
+            if not isinstance(part, Linear) or part.scales is None:
                 return nothing
-            return eqx.tree_at(
-                lambda layer: layer.narrow, nothing, make(part.weight, part.scales), is_leaf=lambda leaf: leaf is None
-            )
+            found = make(part.weight, part.scales)
+            return eqx.tree_at(lambda layer: layer.narrow, nothing, found, is_leaf=lambda leaf: leaf is None)
 
         return jax.tree.map(of, self, is_leaf=lambda part: isinstance(part, Linear))
 
