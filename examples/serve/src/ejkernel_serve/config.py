@@ -21,8 +21,9 @@ class EngineConfig:
         max_requests: how many run at once.
         max_waiting: how many may wait for that; more are refused.
         buckets: tokens of a step: it runs the program of the smallest that holds it. The largest is what a step may compute.
-        burst: tokens that each request gets from one program while all decode. They come together, and an end that is not last
-            wastes the others; without, the device waits for the host after each token. 1 for none.
+        burst: tokens that each request gets from one program while all decode, the next of which is launched before these are
+            read. They come together, an end that is not last wastes the others, and a request that arrives waits for up to two
+            programs; without, the device waits for the host after each token. 1 for none.
         drafts: guesses of its next tokens that a request which decodes gets in a step at most; see `speculative.py`.
         prefix_reuse: a prompt takes the pages of an earlier one that began the same.
         dtype: of products, activations and the cache.
