@@ -26,7 +26,7 @@ def losses(config: TrainConfig) -> np.ndarray:
 @pytest.mark.parametrize("model", MODELS)
 def test_the_loss_falls(model: str):
     found = losses(dataclasses.replace(TINY, model=model))
-    assert found[-1] < found[0] - 0.6
+    assert found[-4:].mean() < found[0] - 0.5  # those of single batches differ by 0.1
 
 
 MESH = "data=2,fsdp=2,tensor=2"
