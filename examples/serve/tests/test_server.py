@@ -248,7 +248,7 @@ def test_64_clients_at_once(server: Server, engine_of: Engines):
     """None is lost and none gets what is another's: every text is that of the request alone. Eight fill the pages, so that some
     are preempted; and every fourth client leaves when it has its first event."""
     wanted = [
-        {"prompt": f"client {number}: ", "max_tokens": 50 + number % 30, "temperature": number % 3 / 2, "seed": number}
+        {"prompt": f"client {number}: ", "max_tokens": 90 + number % 30, "temperature": number % 3 / 2, "seed": number}
         for number in range(64)
     ]
     submit, requests = server.engine.submit, list[Request]()
