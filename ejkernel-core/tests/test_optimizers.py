@@ -41,7 +41,7 @@ def steps(transformation: Any, lead: tuple[int, ...] = (), count: int = 4) -> It
         yield params
 
 
-def close(found: Any, expected: Any, atol: float = 2e-5) -> None:
+def assert_close(found: Any, expected: Any, atol: float = 2e-5) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), found, expected)
 
 
@@ -51,7 +51,7 @@ def test_numbers_are_those_of_optax(settings):
     ours = optimizers.muon(rate, dtype="float32", **settings)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as optax's AdamW needs it, too
         for found, expected in zip(steps(ours), steps(optax.contrib.muon(rate, **settings)), strict=True):
-            close(found, expected, 2e-4 if "mu_dtype" in settings else 2e-5)  # optax rounds the product with beta, too
+            assert_close(found, expected, 2e-4 if "mu_dtype" in settings else 2e-5)  # optax rounds the product with beta, too
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_matrices_of_layers_in_one_array(promoting):
         single = optimizers.muon(0.1, dtype="float32")
         own, mine = (jax.tree.map(lambda leaf, layer=layer: leaf[layer], one) for one in (params, gradients))
         expected, _ = single.update(mine, single.init(own), own)
-        close(jax.tree.map(lambda leaf, layer=layer: leaf[layer], updates), expected)
+        assert_close(jax.tree.map(lambda leaf, layer=layer: leaf[layer], updates), expected)
 
 
 def test_one_call_for_each_shape(monkeypatch):
