@@ -240,19 +240,19 @@ def programs(structure: Any) -> Programs:
 
 
 def pack(batch: Batch) -> tuple[np.ndarray[Any, Any], Fields]:
-    """A batch as one array of int32, which goes to the device in one copy: each takes a while, however small."""
+    """A batch, whose numbers all have 32 bits, as one array of int32, which goes to the device in one copy: each takes a while,
+    however small."""
     given = [(name, np.asarray(array)) for name, array in batch._asdict().items() if array is not None]
-    words = [array.astype(np.int32) if array.dtype == bool else array.view(np.int32) for _, array in given]
     fields = tuple((name, array.shape, array.dtype.name) for name, array in given)
-    return np.concatenate([each.ravel() for each in words]), fields
+    return np.concatenate([array.view(np.int32).ravel() for _, array in given]), fields
 
 
 def _unpack(words: jax.Array, fields: Fields) -> Batch:
     found, start = dict[str, jax.Array](), 0
     for name, shape, dtype in fields:
-        each = words[start : start + math.prod(shape)].reshape(shape)
-        found[name] = each != 0 if dtype == "bool" else jax.lax.bitcast_convert_type(each, dtype)
-        start += math.prod(shape)
+        end = start + math.prod(shape)
+        found[name] = jax.lax.bitcast_convert_type(words[start:end].reshape(shape), dtype)
+        start = end
     return Batch(**found)
 
 
