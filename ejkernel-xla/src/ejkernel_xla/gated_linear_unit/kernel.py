@@ -68,7 +68,8 @@ def backward(
     cotangents: GatedLinearUnitOutputs,
     config: None,
 ) -> GatedLinearUnitInputs:
-    sides = _sides(call, inputs)
+    # else XLA finds parts of the forward again, as which shares are 0, and stores them between the two
+    sides = _sides(call, GatedLinearUnitInputs(*jax.lax.optimization_barrier(tuple(inputs))))
     gate, up = _limited(call, *sides)
     value, slope = _activated(call, gate)
     grad = cotangents.out.astype(value.dtype)
