@@ -54,10 +54,10 @@ def test_xla_is_given_the_stored_arrays(left: Any, right: Any, precision: str | 
 
 @pytest.mark.parametrize(
     ("precision", "out_dtype", "scale", "capability"),
-    [("highest", None, 1, "9.0"), ("default", "float32", 1, "9.0"), ("default", None, 6, "9.0"), ("default", None, 1, "8.0")],
+    [("highest", None, 1, "9.0"), (None, "float32", 1, "9.0"), ("default", None, 6, "9.0"), ("default", None, 1, "8.0")],
 )
 def test_scales_stay_outside_where_xla_would_round_before_them(
-    precision: str, out_dtype: str | None, scale: int, capability: str
+    precision: str | None, out_dtype: str | None, scale: int, capability: str
 ) -> None:
     lhs, rhs = _drawn(E4M3, E5M2)
     scales = jnp.ones(6) if scale == 6 else jnp.float32(1), jnp.float32(1)
@@ -65,7 +65,7 @@ def test_scales_stay_outside_where_xla_would_round_before_them(
     assert heuristic(bound.call, Target("gpu", "NVIDIA", capability)) == ScaledMatmulConfig("stored")
 
 
-@pytest.mark.parametrize("out_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float16", "float32"])
 def test_scales_of_matrices_are_in_the_operands(out_dtype: str) -> None:
     """As XLA's rewriter for float8 looks for them: converted to the dtype of the product, times a broadcast scale."""
     lhs, rhs = _drawn(E4M3, E5M2)

@@ -54,7 +54,7 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SCALES = ((4,), jnp.float32)
 
 
-@pytest.mark.parametrize(("dtype", "named"), [(None, "bf16"), ("float16", "f16")])
+@pytest.mark.parametrize(("dtype", "named"), [(None, "bf16"), ("float16", "f16"), ("float32", "f32")])
 def test_nothing_runs_beside_the_product(dtype: Any, named: str) -> None:
     run = lambda lhs, rhs, a, b: product(lhs, rhs, a, b, out_dtype=dtype)
     one = (), jnp.float32

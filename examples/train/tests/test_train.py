@@ -166,6 +166,7 @@ def test_layers_of_one_input_compute_as_each_alone(dtype: str):
         found = run(weights, scales, given, cotangents)
         jax.tree.map(np.testing.assert_array_equal, (found[0], *found[2:]), (out, d_weights, largest))
         np.testing.assert_array_equal(found[1], alone[1][1] + alone[0][1])
+        assert all(gradient.dtype == dtype for gradient in found[2])
 
 
 def test_resuming_is_exact(tmp_path: Path):

@@ -42,8 +42,8 @@ def _scales_inside(call: ScaledMatmulCall, target: Target) -> bool:
     """Stored, the product would be written in float32, and read again to be scaled. Where XLA does not hand the scales on, as it
     does on GPUs with float8 units, operands are rounded once more, which is for `precision="default"` alone."""
     numbers = call.lhs_scale.size == 1 == call.rhs_scale.size
-    narrow = call.in_float8 and call.precision == "default" and call.out_dtype in ("bfloat16", "float16")
-    return numbers and narrow and target.backend == "gpu" and target.capability is not None and target.capability >= (8, 9)
+    rounds = call.in_float8 and call.precision == "default"
+    return numbers and rounds and target.backend == "gpu" and target.capability is not None and target.capability >= (8, 9)
 
 
 CONFIGS = ConfigSpace(ScaledMatmulConfig, heuristic, search_space)

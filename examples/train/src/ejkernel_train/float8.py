@@ -78,19 +78,20 @@ def _forward(operations: Float8, x: jax.Array, weights: Any, scales: Any, narrow
         operations.multiply(rows, weight.transposed, scale, weight.scales[1], transpose_rhs=True, dtype=x.dtype)
         for weight in found
     )
-    return out, (columns, scale, largest, [(weight.values, weight.largest, weight.scales) for weight in found])
+    dtypes = [jnp.zeros(0, weight.dtype) for weight in weights]
+    return out, (columns, scale, largest, [(weight.values, weight.largest, weight.scales) for weight in found], dtypes)
 
 
 def _backward(operations: Float8, saved: Any, cotangents: tuple[jax.Array, ...]) -> tuple[Any, ...]:
     """Each product sums along the last axis of both sides, as float8 units read them."""
-    columns, scale_x, largest_x, weights = saved
+    columns, scale_x, largest_x, weights, dtypes = saved
     d_x, d_weights, found = None, [], []
-    for cotangent, (weight, largest_weight, (_, scale_weight, scale)) in zip(cotangents, weights, strict=True):
+    multiply = functools.partial(operations.multiply, transpose_rhs=True)
+    for cotangent, (weight, largest_weight, (_, scale_weight, scale)), empty in zip(cotangents, weights, dtypes, strict=True):
         rows, transposed, largest = operations.quantize(cotangent, scale, E5M2)
-        multiply = functools.partial(operations.multiply, transpose_rhs=True, dtype=cotangent.dtype)
-        product = multiply(rows, weight, scale, scale_weight)
+        product = multiply(rows, weight, scale, scale_weight, dtype=cotangent.dtype)
         d_x = product if d_x is None else product + d_x  # in this order XLA adds within the product
-        d_weights.append(multiply(columns, transposed, scale_x, scale))
+        d_weights.append(multiply(columns, transposed, scale_x, scale, dtype=empty.dtype))
         found.append(jnp.stack([largest_x, largest_weight, largest]))
     return d_x, tuple(d_weights), tuple(found), None
 

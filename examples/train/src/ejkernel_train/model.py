@@ -418,14 +418,22 @@ class Model(eqx.Module):
         """Of a parameter of blocks."""
         return leaf.ndim > 1 + self.stacked
 
-    def compute_copy(self, dtype: str) -> Model:
+    def compute_copy(self, dtype: str, but_float8: bool = False) -> Model:
         """With the blocks' matrices in `dtype`; vectors (norms, decays) cost nothing and stay in float32, and so does the
-        embedding, so that gradients of a token that comes often are summed in float32."""
+        embedding, so that gradients of a token that comes often are summed in float32.
 
-        def copy(leaf: jax.Array) -> jax.Array:
-            return leaf.astype(dtype) if self.is_matrix(leaf) and leaf.dtype.itemsize > 1 else leaf  # but for float8
+        Args:
+            but_float8: layers in float8 stay as they are: their weights are quantized from float32, and their gradients leave
+                the products in it.
+        """
 
-        return eqx.tree_at(lambda model: model.blocks, self, jax.tree.map(copy, self.blocks))
+        def copy(part: Any) -> Any:
+            if isinstance(part, Linear) and part.scales is not None:
+                return part if but_float8 else eqx.tree_at(lambda layer: layer.weight, part, part.weight.astype(dtype))
+            return jax.tree.map(lambda leaf: leaf.astype(dtype) if self.is_matrix(leaf) else leaf, part)
+
+        blocks = jax.tree.map(copy, self.blocks, is_leaf=lambda part: isinstance(part, Linear))
+        return eqx.tree_at(lambda model: model.blocks, self, blocks)
 
     def narrow_weights(self, operations: Operations, layout: Layout = NO_MESH) -> Model:
         """Nothing but `Linear.narrow` of layers in float8, for all parts of a step: `eqx.combine` adds it to a model. Nothing at
@@ -479,7 +487,8 @@ class Model(eqx.Module):
                 x, total = layout.stream(x), total + imbalance
             return (x, total), None
 
-        carry, blocks = (layout.stream(embedding[tokens].astype(dtype)), jnp.zeros(())), self.compute_copy(dtype).blocks
+        blocks = self.compute_copy(dtype, layout.mesh is None).blocks
+        carry = layout.stream(embedding[tokens].astype(dtype)), jnp.zeros(())
         run = REMAT[remat](repeat)
         if self.stacked:
             carry, _ = jax.lax.scan(run, carry, blocks)

@@ -111,8 +111,8 @@ def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> ja
 def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any, context: Any) -> jax.Array:
     if gate.scales is None or context.layout.mesh is not None:  # its kernels are of one device
         return plain.feed_forward(x, gate, up, down, context)
-    weight = jnp.stack([gate.weight, up.weight], axis=1)
-    return _float8_layer(x, weight, down.weight, gate.scales, up.scales, down.scales)
+    weight = jnp.stack([gate.weight, up.weight], axis=1).astype(x.dtype)
+    return _float8_layer(x, weight, down.weight.astype(x.dtype), gate.scales, up.scales, down.scales)
 
 
 @jax.custom_vjp

@@ -103,7 +103,9 @@ def train_step(config: TrainConfig, state: State, window: jax.Array | Packed) ->
     def loss(model: Model, window: jax.Array | Packed, weight: jax.Array) -> jax.Array:
         return eqx.combine(model, narrow).loss(window, operations, config.dtype, layout, remat=config.remat, weight=weight)
 
-    value, gradients, largest = accumulated(loss, state.model.compute_copy(config.dtype), window, config.accumulate)
+    value, gradients, largest = accumulated(
+        loss, state.model.compute_copy(config.dtype, layout.mesh is None), window, config.accumulate
+    )
     weights, scales = split(state.model)
     updates, moments = optimizer(config).update(gradients, state.moments, weights)
     model = eqx.combine(eqx.apply_updates(weights, updates), jax.tree.map(next_scales, scales, largest))
