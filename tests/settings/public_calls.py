@@ -152,6 +152,7 @@ def _dense() -> list[PublicCall]:
             w=lambda x: np.abs(x * 1000).astype(np.uint32),
         ),
         _call("scaled_matmul", "lhs: b t d, rhs: d v, lhs_scale: b t, rhs_scale: v", lhs=_in_float8, rhs=_in_float8),
+        _call("fused_linear", "x: b t d, weight: v d, norm_scale: d, bias: v, residual: b t v"),
         dataclasses.replace(_call("newton_schulz", "x: b n d", {"dtype": "float32"}), differentiable=False),
         dataclasses.replace(_call("quantize_float8", "x: n d", {"transposed": True}), differentiable=False),
         dataclasses.replace(

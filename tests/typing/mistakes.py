@@ -41,6 +41,7 @@ ejkernel.ragged_decode_attention(query, query, query, integers, integers, slidin
 ejkernel.quantized_matmul(rows, integers, rows, mode="int4")  # mistake
 ejkernel.moe_route(rows, 2, scoring="relu")  # mistake
 ejkernel.scaled_matmul(rows, rows, 0.5)  # mistake
+ejkernel.fused_linear(rows, rows, activation="swiglu")  # mistake
 ejkernel.gated_linear_unit(rows, rows, activation="swish")  # mistake
 ejkernel.sample_tokens(rows)  # mistake
 ejkernel.rms_norm(rows, eps=1e-5)  # mistake

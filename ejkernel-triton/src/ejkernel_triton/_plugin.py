@@ -42,6 +42,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("cross_entropy", without=("head", "head_bias", "transpose_head")),
             *_both_phases("delta_rule"),
             *_both_phases("flash_attention"),
+            _implementation("fused_linear", "forward"),
             *_both_phases("gated_linear_unit"),
             *_both_phases("grouped_matmul", without=("lhs_scale",)),
             _implementation("latent_paged_attention", "forward", contract=2),

@@ -8,6 +8,7 @@ from ejkernel import typing as t
 from ejkernel._pipeline.arguments import public, split
 from ejkernel.errors import invalid, wrong_type
 from ejkernel.modules._class_api import class_api
+from ejkernel.operations.fused_linear.interface import OPERATION as _FUSED_LINEAR
 from ejkernel.operations.grouped_matmul.interface import OPERATION as _GROUPED_MATMUL
 from ejkernel.operations.newton_schulz.interface import OPERATION as _NEWTON_SCHULZ
 from ejkernel.operations.quantize_float8.interface import OPERATION as _QUANTIZE_FLOAT8, QuantizedFloat8
@@ -15,12 +16,14 @@ from ejkernel.operations.quantized_matmul.interface import OPERATION as _QUANTIZ
 from ejkernel.operations.scaled_matmul.interface import OPERATION as _SCALED_MATMUL
 
 __all__ = [
+    "FusedLinear",
     "GroupedMatmul",
     "NewtonSchulz",
     "QuantizeFloat8",
     "QuantizedFloat8",
     "QuantizedMatmul",
     "ScaledMatmul",
+    "fused_linear",
     "grouped_matmul",
     "newton_schulz",
     "quantize_float8",
@@ -153,6 +156,49 @@ def quantized_matmul(
 
 
 @public()
+def fused_linear(
+    x: t.BatchedRows,
+    weight: t.LinearWeight,
+    norm_scale: t.Channels | None = None,
+    bias: t.LinearBias | None = None,
+    residual: t.ResidualRows | None = None,
+    *,
+    activation: t.GateActivation | None = None,
+    epsilon: t.Number = 1e-6,
+    scale_offset: t.Number = 0.0,
+    platform: t.Platforms = None,
+    cfg: t.ConfigLike | None = None,
+) -> t.BatchedProduct:
+    """A linear layer with the RMS norm before it, and the gate or the residual addition after it: decoding's four products.
+
+    `act(norm(x) @ weight.T + bias) + residual`, `norm(x) = x / sqrt(mean(x^2) + epsilon) * (norm_scale + scale_offset)`, and
+    `act(gate, up) = activation(gate) * up` of the two halves of the product.
+
+    Args:
+        x: `[..., K]`, float32, bfloat16 or float16.
+        weight: `[N, K]`, inputs last, in the dtype of x. With an activation N / 2 rows of the gate, then those of up.
+        norm_scale: `[K]`, any floating dtype. None: no norm.
+        bias: `[N]`, any floating dtype; added in float32. None = 0.
+        residual: like the result, in the dtype of x; added in float32, before the result is rounded. None = 0.
+        activation: as of `gated_linear_unit`: "silu" (SwiGLU), "gelu", "gelu_tanh", "relu" or "sigmoid". None: no gate.
+        epsilon: added to the mean square.
+        scale_offset: added to `norm_scale`; 1 for checkpoints that store `scale - 1` (Gemma).
+
+    Returns:
+        `[..., N]`, or `[..., N / 2]` with an activation, in the dtype of x. Products are summed in float32, and nothing but norm(x)
+        is rounded before the result.
+
+    Raises:
+        ValueError: shapes do not belong together, or N is odd beside an activation.
+        TypeError: weight or residual have another dtype than x.
+
+    Source: norm and product together as in Transformer Engine's LayerNormLinear; name as of xFormers' fused linear layer.
+    """
+    arrays, options, run = split(locals(), "x weight norm_scale bias residual")
+    return _FUSED_LINEAR.invoke(arrays, options, **run)
+
+
+@public()
 def newton_schulz(
     x: t.Matrices,
     *,
@@ -269,6 +315,7 @@ def _check_hints(fuse: Any, use_best_config: Any, allow_dense_fallback: Any, str
         raise invalid("tpu_path", repr(tpu_path), "None, 'hybrid', 'packed' or 'predecode'")
 
 
+FusedLinear = class_api("FusedLinear", fused_linear)
 GroupedMatmul = class_api("GroupedMatmul", grouped_matmul)
 NewtonSchulz = class_api("NewtonSchulz", newton_schulz)
 QuantizeFloat8 = class_api("QuantizeFloat8", quantize_float8)

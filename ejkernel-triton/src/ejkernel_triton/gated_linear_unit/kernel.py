@@ -27,7 +27,7 @@ def _product(b_x, b_share):
 
 
 @triton.jit
-def _activated(b_x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
+def activated(b_x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
     """The activation and its derivative; ACTIVATION is a place in `ACTIVATIONS`."""
     if ACTIVATION == 3:  # relu
         b_value = tl.where(b_x <= 0.0, 0.0, b_x)
@@ -93,7 +93,7 @@ def gated_linear_unit_forward_kernel(
     b_gate = tl.load(p_gate + o_gate, mask=m_out, other=0.0).to(tl.float32)  # [BLOCK]
     b_up = tl.load(p_up + o_gate, mask=m_out, other=0.0).to(tl.float32)  # [BLOCK]
     b_gate, b_up = _limited(b_gate, b_up, LIMIT)
-    b_value, _ = _activated(b_gate, ACTIVATION, ALPHA)
+    b_value, _ = activated(b_gate, ACTIVATION, ALPHA)
     tl.store(p_out + o_out, (b_value * (b_up + UP_OFFSET)).to(p_out.dtype.element_ty), mask=m_out)
 
 
@@ -121,7 +121,7 @@ def gated_linear_unit_backward_kernel(
     b_stored_up = tl.load(p_up + o_gate, mask=m_out, other=0.0).to(tl.float32)  # [BLOCK]
     b_grad = tl.load(p_grad + o_out, mask=m_out, other=0.0).to(tl.float32)  # [BLOCK]
     b_gate, b_up = _limited(b_stored_gate, b_stored_up, LIMIT)
-    b_value, b_slope = _activated(b_gate, ACTIVATION, ALPHA)
+    b_value, b_slope = activated(b_gate, ACTIVATION, ALPHA)
     b_dgate = b_grad * (b_up + UP_OFFSET) * b_slope
     b_dup = b_grad * b_value
     if LIMIT >= 0:

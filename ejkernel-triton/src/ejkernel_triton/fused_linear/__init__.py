@@ -1,0 +1,1 @@
+"""A linear layer of few rows with its norm, gate and residual addition in Triton."""
