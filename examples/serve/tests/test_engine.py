@@ -21,9 +21,11 @@ Engines = Callable[..., Engine]
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 
 
-def test_mixed_batches(model: Model, engine_of: Engines):
-    """Prompts of 2 to 40 tokens that arrive at different times, in chunks beside requests that decode."""
-    engine, requests = engine_of(), []
+@pytest.mark.parametrize("buckets", [(4, 32), (4, 128)], ids=str)
+def test_mixed_batches(model: Model, engine_of: Engines, buckets: tuple[int, ...]):
+    """Prompts of 2 to 40 tokens that arrive at different times, in chunks beside requests that decode: in blocks of few tokens all,
+    and in those of the trainer where there may be more."""
+    engine, requests = engine_of(buckets=buckets), []
     for prompt in prompts(12):
         requests.append(engine.submit(prompt, GREEDY))
         engine.step()

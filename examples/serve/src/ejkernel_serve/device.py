@@ -20,7 +20,7 @@ import numpy as np
 
 import ejkernel
 from ejkernel_serve.config import MAX_TOP_LOGPROBS
-from ejkernel_serve.layers import Layer, layers_of
+from ejkernel_serve.layers import FEW, Layer, layers_of
 from ejkernel_train.config import ModelConfig
 from ejkernel_train.model import Context, Model, rotary
 from ejkernel_train.operations import choose
@@ -169,8 +169,11 @@ def step(weights: Weights, pages: Pages, batch: Batch, top: int = 0) -> tuple[Pa
     run = jax.jit(_block)  # so that the layers are traced and lowered once
     for number, layer in enumerate(weights.layers):
         x, pages = run(layer, x, angles, pages, batch, jnp.int32(number * per_layer))
-    rows = choose("ejkernel").rms_norm(x[0, batch.rows], weights.norm, weights.epsilon)
-    logits = jnp.einsum("sd,vd->sv", rows, weights.embedding if weights.head is None else weights.head)
+    rows, head = x[0, batch.rows], weights.embedding if weights.head is None else weights.head
+    if len(rows) <= FEW:
+        logits = ejkernel.fused_linear(rows, head, weights.norm, epsilon=weights.epsilon)
+    else:
+        logits = jnp.einsum("sd,vd->sv", choose("ejkernel").rms_norm(rows, weights.norm, weights.epsilon), head)
     return pages, _draw(logits, batch, top, weights.tokens)
 
 
@@ -287,8 +290,7 @@ def _block(
         return ejkernel.unified_attention(query[0], *written, *where, qq_bias=batch.tree)[None]
 
     operations = choose("ejkernel")._replace(attention=attention)
-    x, _ = layer.whole()(x, Context(operations, Layout(), *angles))
-    return x, written
+    return layer(x, Context(operations, Layout(), *angles)), written
 
 
 def _draw(logits: jax.Array, batch: Batch, top: int, size: int) -> Draws:

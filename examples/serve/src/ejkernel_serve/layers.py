@@ -1,12 +1,14 @@
 """A model's parameters as decoding reads them: every layer has its own arrays, and layers of one input share a product.
 
 Few tokens at a time, a step takes as long as reading the weights. Cutting them out of stacked arrays, or joining them there, would
-read and write them once more.
+read and write them once more. What such a step computes between products is small, and costs a launch each where it is no part of
+them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -14,7 +16,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ejkernel_train.model import Block, Context, GatedAttention, Model, SwiGLU
+import ejkernel
+from ejkernel_train.model import Attention, Block, Context, GatedAttention, Model, SwiGLU, heads
+
+FEW = 64
+"""Tokens up to which a product takes as long as reading its weight, and so what is around it belongs into it."""
 
 
 class Rows(eqx.Module):
@@ -49,6 +55,24 @@ class Layer(eqx.Module):
         self.block = eqx.tree_at(_linear, block, [None for _ in _linear(block)])
         self.weights = tuple(jnp.concatenate(each) for each in own)
         self.widths = tuple(tuple(len(weight) for weight in each) for each in own)
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        """The stream `[1, N, d]` after this layer."""
+        dense = isinstance(self.block.mixer, Attention) and isinstance(self.block.feed_forward, SwiGLU)
+        if dense and x.shape[1] <= FEW:
+            return self._of_few(x, context)
+        return self.whole()(x, context)[0]
+
+    def _of_few(self, x: jax.Array, context: Context) -> jax.Array:
+        """A dense block in four products beside its attention."""
+        block, (joint, output, gate_and_up, down) = self.block, self.weights
+        linear = partial(ejkernel.fused_linear, epsilon=block.epsilon)
+        ends = [*accumulate(self.widths[0])][:-1]
+        query, key, value = jnp.split(linear(x, joint, block.mixer_norm), ends, axis=-1)
+        config = block.mixer.config
+        projected = heads(query, config.heads), heads(key, config.key_heads), heads(value, config.key_heads)
+        x = linear(block.mixer.attend(*projected, context), output, residual=x)
+        return linear(linear(x, gate_and_up, block.feed_forward_norm, activation="silu"), down, residual=x)
 
     def whole(self) -> Block:
         """The block, with layers that read their rows."""

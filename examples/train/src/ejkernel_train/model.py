@@ -115,13 +115,16 @@ class Attention(eqx.Module):
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         query, key, value = self.project(x, context)
+        return self.output(self.attend(query, key, value, context), context)
+
+    def attend(self, query: jax.Array, key: jax.Array, value: jax.Array, context: Context) -> jax.Array:
+        """What is between the linear layers: `[B, T, H D]`."""
         if self.query_scale is None:
             query, key = context.operations.rope(query, key, context.cos, context.sin)
         else:
             norms = self.query_scale, self.key_scale, self.config.epsilon
             query, key = context.operations.qk_norm_rope(query, key, context.cos, context.sin, *norms)
-        attended = context.attend(query, key, value)
-        return self.output(attended.reshape(*x.shape[:2], -1), context)
+        return context.attend(query, key, value).reshape(*query.shape[:2], -1)
 
 
 class SwiGLU(eqx.Module):
