@@ -53,7 +53,8 @@ def heuristic(call: FusedLinearCall, target: Target) -> Config:
     block_n = 16
     while block_n < 64 and columns * sides > 2 * HOPPER_MULTIPROCESSORS * 2 * block_n:
         block_n *= 2
-    shapes = ((block_n, 512 // (block_n // 16), 4, 4), (block_n, 256 // (block_n // 16), 4, 4), (16, 64, 4, 3), (16, 32, 4, 2))
+    block_k = 8192 // (block_n * sides)  # 16 kB of the weight per stage
+    shapes = ((block_n, block_k, 4, 4), (block_n, block_k // 2, 4, 4), (16, 64, 4, 3), (16, 32, 4, 2))
     tiles = [_mma(call, *shape) for shape in shapes]
     return next((tile for tile in tiles if _fits(call, tile, target)), tiles[-1])
 
@@ -80,6 +81,8 @@ def _space(call: FusedLinearCall, target: Target) -> Iterator[Config]:
             (64, 128, 4, 4),
             (128, 64, 4, 5),
         ):
+            if block_k * sides > 512:  # its registers spill
+                continue
             tile = _mma(call, block_n, block_k, warps, stages)
             if _fits(call, tile, target):
                 yield tile
