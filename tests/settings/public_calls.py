@@ -317,3 +317,21 @@ def _of_its_operation(name: str) -> PublicCall:
 SERVING = {call.name: call for call in _serving()}
 _WRITTEN = {call.name: call for call in (*_dense(), *_recurrences(), *SERVING.values())}
 CALLS = {**_WRITTEN, **{name: _of_its_operation(name) for name in FUNCTIONS if name not in _WRITTEN and name in OPERATIONS}}
+
+FROM_HIDDEN = {
+    "fused_cross_entropy(hidden=)": _call(
+        "fused_cross_entropy",
+        "hidden: b t d, lm_head_weight: d v, targets: b t",
+        targets=lambda x: np.abs(x * 4).astype(np.int32),
+    ),
+    "fused_cross_entropy(hidden=, reduction='none')": _call(
+        "fused_cross_entropy",
+        "hidden: b t d, lm_head_weight: d v, targets: b t",
+        {"reduction": "none"},
+        targets=lambda x: np.abs(x * 4).astype(np.int32),
+    ),
+    "fused_kl_divergence(student_hidden=)": _call(
+        "fused_kl_divergence", "student_hidden: b t d, student_head: d v, teacher_hidden: b t c, teacher_head: c v"
+    ),
+}
+"""Functions whose call above has logits, from hidden states."""
