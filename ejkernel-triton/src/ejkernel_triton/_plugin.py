@@ -37,6 +37,7 @@ def ejkernel_plugin() -> Plugin:
         requires=("triton", "jax_triton"),
         versions={"triton": ">=3.6,<4", "jax-triton": ">=0.3.1,<0.4"},
         implementations=(
+            *_both_phases("add_rms_norm"),
             *_both_phases("block_sparse_attention", contract=2),
             *_both_phases("causal_conv1d"),
             *_both_phases("cross_entropy", without=("head", "head_bias", "transpose_head")),

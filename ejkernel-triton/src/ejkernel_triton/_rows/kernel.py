@@ -280,11 +280,13 @@ def norm_backward_kernel(
     p_mean_weighted,
     p_mean_product,
     p_rest,
+    p_added,
     rows,
     programs,
     p_dx,
     p_dscale,
     p_doffset,
+    p_dx_too,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -293,11 +295,14 @@ def norm_backward_kernel(
     OFFSET: tl.constexpr,
     SCALE_OFFSET: tl.constexpr,
     SPLIT: tl.constexpr,
+    ADDED: tl.constexpr,
+    TWICE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """`rows` rows share one parameter row (a group); `programs` programs share a group.
 
-    With SPLIT a tile has some columns of its rows, whose means are inputs.
+    With SPLIT a tile has some columns of its rows, whose means are inputs. With ADDED the gradient of x has another added to it;
+    with TWICE it is written in a second dtype too.
     """
     COLUMNS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     i_program = tl.program_id(0) // COLUMNS
@@ -345,7 +350,12 @@ def norm_backward_kernel(
         b_dx = b_weighted - b_normalised * b_product[:, None]
         if CENTRED:
             b_dx -= b_mean_weighted[:, None]
-        tl.store(p_dx + o_tile, (b_dx * b_rstd[:, None]).to(p_dx.dtype.element_ty), mask=m_tile)
+        b_dx *= b_rstd[:, None]
+        if ADDED:
+            b_dx += tl.load(p_added + o_tile, mask=m_tile, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        tl.store(p_dx + o_tile, b_dx.to(p_dx.dtype.element_ty), mask=m_tile)
+        if TWICE:
+            tl.store(p_dx_too + o_tile, b_dx.to(p_dx_too.dtype.element_ty), mask=m_tile)
 
     o_partial = i_program.to(tl.int64) * WIDTH + o_width
     if SCALE != 0:
@@ -419,9 +429,16 @@ def _launch_forward(arrays: Any, results: Any, shape: Any, config: ForwardConfig
 
 def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad: Any, config: BackwardConfig) -> NormInputs:
     """Gradients from the cotangent of out; `mean` is None where the rows are not centred."""
+    return norm_backward_added(call, inputs, mean, rstd, grad, config, None, call.x.dtype)[0]
+
+
+def norm_backward_added(
+    call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad: Any, config: BackwardConfig, added: Any, dtype: Any
+) -> tuple[NormInputs, Any]:
+    """`norm_backward` with an array that is added to the gradient of x, or None; and that gradient in another dtype too."""
     x, scale, offset = inputs
     if not x.size:
-        return NormInputs(*(None if value is None else jnp.zeros_like(value) for value in inputs))
+        return NormInputs(*(None if value is None else jnp.zeros_like(value) for value in inputs)), x.astype(dtype)
     width = x.shape[-1]
     groups = x.shape[0] if PER_BATCH in (storage(scale), storage(offset)) else 1
     rows = math.prod(x.shape[:-1]) // groups
@@ -437,23 +454,28 @@ def norm_backward(call: NormCall, inputs: NormInputs, mean: Any, rstd: Any, grad
     }  # fmt: skip
     partial = ((groups, programs, width), jnp.float32)
     absent = ((1,), jnp.float32)
-    results = ((x.shape, x.dtype), absent if scale is None else partial, absent if offset is None else partial)
+    twice = jnp.dtype(dtype) != x.dtype
+    d_x_too = (x.shape, dtype) if twice else absent
+    results = ((x.shape, x.dtype), absent if scale is None else partial, absent if offset is None else partial, d_x_too)
     means = (rstd, rstd, rstd)
     if config.block:
         of_rows = (groups * rows,), jnp.float32
         sums = (of_rows if constants["CENTRED"] else absent, of_rows, of_rows if constants["CENTRED"] else absent)
         means = call_kernel(norm_row_means_kernel, (*arrays, rows), sums, grid=groups * rows, **constants)
-    d_x, d_scale, d_offset = call_kernel(
+    d_x, d_scale, d_offset, d_x_too = call_kernel(
         norm_backward_kernel,
-        (*arrays, *means, rows, programs),
+        (*arrays, *means, x if added is None else added, rows, programs),
         results,
         grid=groups * programs * cdiv(width, constants["BLOCK"]),
         ROWS=config.rows,
         OFFSET=offset is not None,
         SPLIT=config.block != 0,
+        ADDED=added is not None,
+        TWICE=twice,
         **constants,
     )
-    return NormInputs(d_x, _sum_of_partials(d_scale, scale), _sum_of_partials(d_offset, offset))
+    gradients = NormInputs(d_x, _sum_of_partials(d_scale, scale), _sum_of_partials(d_offset, offset))
+    return gradients, d_x_too if twice else d_x
 
 
 def _sum_of_partials(partials: Any, parameter: Any) -> Any:
