@@ -20,7 +20,6 @@ OTHERS = ("xla", "pallas", "cuda")
 EVERY = {**CALLS, **FROM_HIDDEN}
 
 MISSING = {
-    "fused_qk_norm_rope": ("forward", "qk_norm_rope forward"),
     "fused_cross_entropy(hidden=)": ("forward", "linear_cross_entropy forward"),
     "fused_cross_entropy(hidden=, reduction='none')": ("forward", "cross_entropy forward"),
     "token_logprobs": ("forward", "cross_entropy forward"),

@@ -59,6 +59,7 @@ def ejkernel_plugin() -> Plugin:
             _implementation("newton_schulz", "forward"),
             _implementation("paged_attention", "forward"),
             _implementation("paged_cache_update", "forward"),
+            *_both_phases("qk_norm_rope"),
             _implementation("quantize_float8", "forward"),
             *_both_phases("quantized_matmul", contract=2),
             *_both_phases("rms_norm"),

@@ -474,11 +474,11 @@ def norm_backward_added(
         TWICE=twice,
         **constants,
     )
-    gradients = NormInputs(d_x, _sum_of_partials(d_scale, scale), _sum_of_partials(d_offset, offset))
+    gradients = NormInputs(d_x, sum_of_partials(d_scale, scale), sum_of_partials(d_offset, offset))
     return gradients, d_x_too if twice else d_x
 
 
-def _sum_of_partials(partials: Any, parameter: Any) -> Any:
+def sum_of_partials(partials: Any, parameter: Any) -> Any:
     """Sum `[groups, programs, d]` to the parameter's `[1 or b, d]`."""
     if parameter is None:
         return None

@@ -337,13 +337,15 @@ def forward(call: RopeCall, inputs: RopeInputs, config: Config) -> RopeOutputs:
     return RopeOutputs(*_rotate(call, *inputs, config, inverse=False))
 
 
-def backward(call: RopeCall, inputs: RopeInputs, outputs: RopeOutputs, cotangents: RopeOutputs, config: Config) -> RopeInputs:
-    query, key, cos, sin = inputs
-    d_query, d_key = _rotate(call, cotangents.query, cotangents.key, cos, sin, config, inverse=True)
+def angle_gradients(call: Any, heads: Any, gradients: Any, cos: Any, sin: Any, config: Config) -> tuple[Any, Any]:
+    """Of cos and sin, from pairs of query and key, and from those of the gradients of their rotations; key may be None.
+
+    `call` has the facts of a `RotaryCall`, and `key`.
+    """
+    (query, key), (d_query, d_key) = heads, gradients
     if not cos.size or not query.size:
-        return RopeInputs(d_query, d_key, jnp.zeros_like(cos), jnp.zeros_like(sin))
+        return jnp.zeros_like(cos), jnp.zeros_like(sin)
     length = _length(call)
-    gradients = (cotangents.query, cotangents.query if key is None else cotangents.key)
     groups = max(cos.shape[0], sin.shape[0])
     members, tiles = query.shape[0] // groups, -(-length // config.tokens)
     splits = min(members, -(-_PROGRAMS // (groups * tiles)))
@@ -361,9 +363,16 @@ def backward(call: RopeCall, inputs: RopeInputs, outputs: RopeOutputs, cotangent
 
     d_cos, d_sin = call_kernel(
         rope_angle_gradients_kernel,
-        (query, query if key is None else key, *gradients, length, members, splits),
+        (query, query if key is None else key, d_query, d_query if key is None else d_key, length, members, splits),
         (result(cos), result(sin)),
         grid=groups * splits * tiles,
         **_constants(call, config),
     )
-    return RopeInputs(d_query, d_key, finished(d_cos, cos), finished(d_sin, sin))
+    return finished(d_cos, cos), finished(d_sin, sin)
+
+
+def backward(call: RopeCall, inputs: RopeInputs, outputs: RopeOutputs, cotangents: RopeOutputs, config: Config) -> RopeInputs:
+    query, key, cos, sin = inputs
+    d_query, d_key = _rotate(call, cotangents.query, cotangents.key, cos, sin, config, inverse=True)
+    d_angles = angle_gradients(call, (query, key), (cotangents.query, cotangents.key), cos, sin, config)
+    return RopeInputs(d_query, d_key, *d_angles)

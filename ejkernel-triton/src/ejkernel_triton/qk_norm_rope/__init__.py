@@ -1,0 +1,1 @@
+"""Normalisation and rotary position embedding of queries and keys in Triton."""
