@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,4 +119,9 @@ def test_supports():
     assert "the target is cpu" in str(capability.supports_forward(_call((1, 64, 32)), Target("cpu")))
     assert "x is float64" in str(capability.supports_forward(_call((1, 64, 32), "float64"), H200))
     headed = _call((1, 64, 32), head=ArraySpec((1, 32, 100), "bfloat16"))
-    assert "it takes logits" in str(capability.supports_forward(headed, H200))
+    assert capability.supports_forward(headed, H200) is None
+    assert "head is float64" in str(
+        capability.supports_forward(dataclasses.replace(headed, head=ArraySpec((1, 32, 100), "float64")), H200)
+    )
+    vast = dataclasses.replace(headed, head=ArraySpec((1, 32, 2**31), "bfloat16"))
+    assert "2147483648 entries" in str(capability.supports_forward(vast, H200))

@@ -20,9 +20,6 @@ OTHERS = ("xla", "pallas", "cuda")
 EVERY = {**CALLS, **FROM_HIDDEN}
 
 MISSING = {
-    "fused_cross_entropy(hidden=)": ("forward", "linear_cross_entropy forward"),
-    "fused_cross_entropy(hidden=, reduction='none')": ("forward", "cross_entropy forward"),
-    "token_logprobs": ("forward", "cross_entropy forward"),
     "fused_kl_divergence": ("forward", "kl_divergence forward"),
     "fused_kl_divergence(student_hidden=)": ("forward", "kl_divergence forward"),
     "scaled_matmul": ("forward", "scaled_matmul forward"),

@@ -13,13 +13,16 @@ MAX_COUNT = 2**31 - 2**16
 
 
 def supports_forward(call: CrossEntropyCall, target: Target) -> str | None:
-    if call.head is not None:
-        return "it takes logits, not hidden states and a head"
     rows = math.prod(call.x.shape[:-1])
-    for name, count in (("rows", rows), ("entries", call.x.shape[-1]), ("programs", rows * -(-call.x.shape[-1] // 1024))):
+    return too_many(rows, call.vocabulary) or refusal(target, {"x": call.x, "head": call.head, "head_bias": call.head_bias})
+
+
+def too_many(rows: int, entries: int) -> str | None:
+    """Why rows of logits exceed 32-bit indices; None if they do not."""
+    for name, count in (("rows", rows), ("entries", entries), ("programs", rows * -(-entries // 1024))):
         if count > MAX_COUNT:
             return f"{count} {name} are more than {MAX_COUNT}"
-    return refusal(target, {"x": call.x})
+    return None
 
 
 supports_backward = supports_forward

@@ -16,10 +16,12 @@ class Config:
     """Attributes:
     block: logits of one step of a forward program, which has one row, or of a backward program; a power of two.
     num_warps: warps per program.
+    rows: rows of one chunk, where a head makes their logits.
     """
 
     block: int
     num_warps: int
+    rows: int = 2048
 
 
 def forward_heuristic(call: CrossEntropyCall, target: Target) -> Config:
@@ -42,8 +44,14 @@ def backward_space(call: CrossEntropyCall, target: Target) -> list[Config]:
 
 def _sized(call: CrossEntropyCall, block: int, per_thread: int) -> Config:
     """Not wider than a row, with `per_thread` logits per thread."""
-    block = min(block, next_power_of_2(call.x.shape[-1]))
-    return Config(block, warps_for(block, per_thread))
+    block = min(block, next_power_of_2(call.vocabulary))
+    return Config(block, warps_for(block, per_thread), rows_of_chunk(call.vocabulary, 4))
+
+
+def rows_of_chunk(vocabulary: int, size: int, most: int = 2**29) -> int:
+    """Rows, a power of two, whose logits of `size` bytes take no more than about `most` bytes, 512 MiB: products with the head
+    are then large, and their results small beside the head's gradient."""
+    return max(128, 1 << (max(1, most // (size * max(1, vocabulary))).bit_length() - 1))
 
 
 FORWARD = ConfigSpace(Config, forward_heuristic, forward_space)
