@@ -23,6 +23,7 @@ from both_phases import check_phases
 from ejkernel_triton import testing
 from ejkernel_triton._ahead_of_time import recorded, target_of
 from ejkernel_triton.cross_entropy import kernel as per_row_kernel
+from ejkernel_triton.kl_divergence import config as divergence_config, kernel as divergence
 from ejkernel_triton.linear_cross_entropy import kernel
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
@@ -58,6 +59,13 @@ def test_gradients_that_are_formed_early(called, name, rows):
 def test_losses_of_rows(called, name, rows):
     call, inputs = problem("cross_entropy", name)
     check_phases(get_operation("cross_entropy"), per_row_kernel, call, inputs, (per_row.Config(16, 1, rows),) * 2)
+
+
+@pytest.mark.parametrize("rows", CHUNKS)
+@pytest.mark.parametrize("name", ["heads", "heads-jsd-transposed", "student-head", "teacher-head", "logits"])
+def test_divergences(called, name, rows):
+    call, inputs = problem("kl_divergence", name)
+    check_phases(get_operation("kl_divergence"), divergence, call, inputs, (per_row.Config(8, 1, rows),) * 2)
 
 
 def test_logits_that_are_rounded(interpreted):
@@ -105,6 +113,27 @@ def test_chunks_of_the_bench_case():
     found = config.search_space(call, H200)
     assert len(found) == len({*found}) <= 12
     assert {one.rows for one in found} == {1024, 2048, 4096, 8192}
+
+
+@pytest.mark.parametrize("name", ["logits", "heads", "none-valid"])
+def test_search_spaces_of_divergences_are_small(name):
+    call, _ = problem("kl_divergence", name)
+    for space in (divergence_config.FORWARD, divergence_config.BACKWARD):
+        found = space.search_space(call, H200)
+        assert space.heuristic(call, H200) in found and len(found) == len({*found}) <= 9
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("name", ["bench-logits-4096x128256", "bench-heads-4096x4096x128256"])
+def test_machine_code_of_divergences(triton_cache, name, sm):
+    case = next(case for case in operation_module("kl_divergence", "cases").CASES if case.name == name)
+    launches = [launch for _, launch in recorded("kl_divergence", case, "bfloat16", target_of(sm))]
+    kernels = {launch.kernel.fn.__name__ for launch in launches}
+    assert kernels == {"kl_divergence_forward_kernel", "kl_divergence_backward_kernel"}
+    for launch in {launch.identity: launch for launch in launches}.values():
+        compiled = launch.compile(sm)
+        assert testing.stack_bytes(compiled) <= testing.tolerated_stack(), launch.constants
+        assert "ld.global.v4.b32" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("sm", [80, 90])

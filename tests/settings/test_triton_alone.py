@@ -26,8 +26,6 @@ OTHERS = ("xla", "pallas", "cuda")
 EVERY = {**CALLS, **FROM_HIDDEN}
 
 MISSING = {
-    "fused_kl_divergence": ("forward", "kl_divergence forward"),
-    "fused_kl_divergence(student_hidden=)": ("forward", "kl_divergence forward"),
     "scaled_matmul": ("forward", "scaled_matmul forward"),
     "deepseek_attn": ("gradient", "sparse_latent_attention backward"),
     **dict.fromkeys(

@@ -27,9 +27,16 @@ def capped(b_x, CAP: tl.constexpr):
 
 @triton.jit
 def row_statistics(
-    p_row, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr, SUM: tl.constexpr, STAGES: tl.constexpr
+    p_row,
+    ENTRIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAP: tl.constexpr,
+    SCALE: tl.constexpr,
+    SUM: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Of a row's logits: `log(sum(exp(logits - shift)))`, the shift, which is finite, and their sum."""
+    """Of a row's logits, times SCALE after the soft cap: `log(sum(exp(logits - shift)))`, the shift, which is finite, and their
+    sum."""
     b_largest = tl.full([BLOCK], float("-inf"), tl.float32)
     b_total = tl.zeros([BLOCK], tl.float32)
     b_sum = tl.zeros([BLOCK], tl.float32)
@@ -38,6 +45,8 @@ def row_statistics(
         m_entry = o_entry < ENTRIES
         b_x = tl.load(p_row + o_entry, mask=m_entry, other=float("-inf")).to(tl.float32)
         b_logits = capped(b_x, CAP)
+        if SCALE != 1.0:
+            b_logits *= SCALE
         b_logits = tl.where(m_entry, b_logits, float("-inf"))
         b_next = tl.maximum(b_largest, b_logits, propagate_nan=tl.PropagateNan.ALL)
         # Nothing may be subtracted from -inf but a finite number; its weight is 0.
@@ -74,7 +83,7 @@ def cross_entropy_forward_kernel(
         if SUM:
             tl.store(p_sum + i_row, 0.0)
     else:
-        log_total, shift, logit_sum = row_statistics(p_row, ENTRIES, BLOCK, CAP, SUM, 1)
+        log_total, shift, logit_sum = row_statistics(p_row, ENTRIES, BLOCK, CAP, 1.0, SUM, 1)
         m_here = (i_target >= 0) & (i_target < ENTRIES)
         x = tl.load(p_row + tl.where(m_here, i_target, 0)).to(tl.float32)
         logit = capped(x, CAP)

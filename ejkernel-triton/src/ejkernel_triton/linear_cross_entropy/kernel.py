@@ -59,7 +59,7 @@ def loss_and_gradient_kernel(
     else:
         m_here = (i_target >= 0) & (i_target < ENTRIES)
         logit = capped(tl.load(p_row + tl.where(m_here, i_target, 0)).to(tl.float32), CAP)
-        log_total, shift, logit_sum = row_statistics(p_row, ENTRIES, BLOCK, CAP, SMOOTHING > 0, STAGES)
+        log_total, shift, logit_sum = row_statistics(p_row, ENTRIES, BLOCK, CAP, 1.0, SMOOTHING > 0, STAGES)
         lse = log_total + shift
         loss = (1 - SMOOTHING) * (log_total + tl.where(m_here, shift - logit, shift))
         if SMOOTHING > 0:

@@ -1,0 +1,1 @@
+"""Kullback-Leibler divergence of logits or hidden states in Triton."""
