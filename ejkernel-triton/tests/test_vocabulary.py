@@ -68,7 +68,7 @@ def test_divergences(called, name, rows):
     check_phases(get_operation("kl_divergence"), divergence, call, inputs, (per_row.Config(8, 1, rows),) * 2)
 
 
-def test_logits_that_are_rounded(interpreted):
+def test_logits_that_are_rounded(called):
     """Only of bfloat16, without a bias, and where no more than its full precision is asked for."""
     call, inputs = problem("linear_cross_entropy", "plain", "bfloat16")
     assert config.narrow(call)

@@ -111,7 +111,8 @@ def forward(call: LinearCrossEntropyCall, inputs: LinearCrossEntropyInputs, conf
     if call.save_residuals:
         return _forward_with_gradients(call, inputs, weights, config)
     block = min(config.block, 2048)
-    launch = per_row.Config(block, warps_for(block, 16), config.rows)
+    rows = max(1, config.rows // 2) if narrow(call) else config.rows  # as many bytes, of logits that are not rounded
+    launch = per_row.Config(block, warps_for(block, 16), rows)
     loss, lse, logit_sum = cross_entropy.forward(call.per_row, per_row_inputs(inputs), launch)
     if call.label_smoothing:
         s = call.label_smoothing
