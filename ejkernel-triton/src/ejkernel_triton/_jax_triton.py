@@ -16,6 +16,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo as hlo
 
 from ejkernel.plugin import current_target
 from ejkernel_triton._interpret import interpreting
@@ -27,6 +30,7 @@ _ALWAYS_COMPILE = "TRITON_ALWAYS_COMPILE"
 _ON = ("1", "on", "true", "yes", "y")
 _SETTINGS = ("ALLOW_LHS_TMEM", "DISABLE_", "LLVM_", "MLIR_", "NVPTX_", "PTXAS_", "TRITON_", "USE_IR_LOC")
 """How environment variables begin that Triton's compiler reads."""
+_TYPED_CALL, _UNTYPED_CALL = "triton_kernel_call_ffi", "triton_kernel_call"
 _interceptor: contextvars.ContextVar[Callable[..., list[Any]] | None] = contextvars.ContextVar("ejkernel_triton", default=None)
 
 
@@ -51,7 +55,36 @@ def _jax_triton() -> Any:
         import jax_triton
         from jax_triton import triton_lib
     install(triton_lib)
+    lower = functools.partial(triton_lib.triton_kernel_call_lowering, triton_lib.get_cuda_backend)
+    mlir.register_lowering(triton_lib.triton_kernel_call_p, functools.partial(_lower_typed, lower), platform="cuda")
     return jax_triton
+
+
+def _lower_typed(lower: Callable[..., Any], context: Any, *arrays: Any, **parameters: Any) -> Any:
+    """jax-triton's lowering, whose call is turned into XLA's typed one if that is its name.
+
+    XLA puts runs of kernels into CUDA graphs, which the untyped call that jax-triton makes ends. It also joins a typed call with
+    slices around it: the kernel would get pointers of any alignment, and results would lose the operands that they alias. Barriers
+    keep slices apart; XLA drops them once it has fused.
+    """
+    if parameters["custom_call_target_name"] != _TYPED_CALL:
+        return lower(context, *arrays, **parameters)
+    results = lower(context, *_barrier(arrays), **parameters)
+    attributes = results[0].owner.attributes
+    attributes["api_version"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 4)
+    attributes["backend_config"] = ir.DictAttr.get({"opaque": attributes["backend_config"]})
+    return _barrier(results)
+
+
+def _barrier(values: Sequence[Any]) -> Sequence[Any]:
+    return hlo.OptimizationBarrierOp(values).results if values else values
+
+
+@functools.cache
+def _call_name() -> str:
+    """Of the custom call that runs a kernel: the typed one if jaxlib has it."""
+    library = getattr(importlib.import_module("jaxlib.gpu_triton"), "_cuda_triton", None)
+    return _TYPED_CALL if library is not None and _TYPED_CALL in library.registrations() else _UNTYPED_CALL
 
 
 @contextlib.contextmanager
@@ -120,6 +153,7 @@ def call_kernel(
             enable_fp_fusion=fp_fusion,
             input_output_aliases=aliases,
             compute_capability=capability[0] * 10 + capability[1],
+            custom_call_target_name=_call_name(),
             **constants,
         )
     )

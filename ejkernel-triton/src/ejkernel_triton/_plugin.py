@@ -72,7 +72,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("softmax"),
             _implementation("sparse_latent_attention", "forward"),
         ),
-        custom_calls=("triton_kernel_call",),
+        custom_calls=("triton_kernel_call", "triton_kernel_call_ffi"),
     )
 
 
