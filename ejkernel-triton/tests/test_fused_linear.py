@@ -118,10 +118,12 @@ def test_the_heuristic_follows_the_sizes():
 
     assert chosen(1, 2048, 4096) == Config(False, 4, 2048, 4)
     assert chosen(1, 2048, 11008, "silu") == Config(False, 2, 2048, 4)
-    assert chosen(4, 2048, 128256) == Config(False, 8, 1024, 4)
+    assert chosen(2, 2048, 128256) == Config(False, 8, 1024, 4)
+    assert chosen(16, 2048, 4096) == Config(True, 64, 128, 4, 4)
+    assert chosen(16, 2048, 11008, "silu") == Config(True, 64, 128, 4, 4)
     assert chosen(1, 64, 100) == Config(False, 1, 64, 1)
     assert chosen(8, 2048, 2048) == Config(True, 16, 512, 4, 4)
-    assert chosen(64, 2048, 128256).block_n == 64
+    assert chosen(64, 5504, 2048) == Config(True, 16, 256, 4, 4)
 
 
 def test_what_is_refused():

@@ -188,16 +188,14 @@ def rounds(small: bool) -> Iterator[list[Problem]]:
     if small:
         yield [*beside(SMALL, (1, 5)), *swept(SMALL, 1)]
         return
-    yield [*beside(SIZES, (1,))]
-    yield [*swept(SIZES, 1)]
-    yield [*beside(SIZES[:4], (4, 16))]
-    yield [*swept(SIZES[:4], 16)]
-    yield [*beside(SIZES, (8, 64))]
-    yield [*swept(SIZES[:4], 4)]
+    yield [*beside(SIZES, (1, 16))]
+    yield [*beside(SIZES[:4], (2, 4, 8))]
+    yield [*beside(SIZES, (64,)), *beside(SIZES[:4], (32,))]
     yield [*beside(WIDER, (1, 16))]
-    yield [*swept(SIZES[1:3], 64)]
-    yield [*beside(SIZES[:4], (2, 32))]
-    yield [*swept(SIZES[1:3], 8)]
+    yield [*swept(SIZES[:4], 64)]
+    yield [*swept(SIZES[:4], 4)]
+    yield [*swept(SIZES, 1)]
+    yield [*swept(SIZES[:4], 16)]
     yield [*swept(WIDER, 1)]
 
 

@@ -16,8 +16,10 @@ from ejkernel_triton.fused_linear.capability import rows_of
 
 MAX_VECTOR_ROWS = 8
 """Rows of x that a program multiplies without tensor cores: each is an unrolled sum of its own."""
-_VECTOR_ROWS = 4
-"""From here on FMAs take longer than reading the weight."""
+_VECTOR_ROWS = 2
+"""Beyond these, FMAs take longer than reading the weight."""
+_WARP_GROUP_PROGRAMS = 64
+"""From so many programs of 64 columns on, few wide ones read as fast as many narrow ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +52,8 @@ def heuristic(call: FusedLinearCall, target: Target) -> Config:
         while block_n > 1 and columns < 2 * HOPPER_MULTIPROCESSORS * block_n:
             block_n //= 2
         return _vector(call, block_n, 1024 if wide else 2048, 4)
-    block_n = 16
-    while block_n < 64 and columns * sides > 2 * HOPPER_MULTIPROCESSORS * 2 * block_n:
-        block_n *= 2
-    block_k = 8192 // (block_n * sides)  # 16 kB of the weight per stage
+    # 64 rows of a weight are multiplied by whole warp groups; a narrow one needs programs more than that
+    block_n, block_k = (64, 128) if columns >= 64 * _WARP_GROUP_PROGRAMS else (16, 512 // sides)
     shapes = ((block_n, block_k, 4, 4), (block_n, block_k // 2, 4, 4), (16, 64, 4, 3), (16, 32, 4, 2))
     tiles = [_mma(call, *shape) for shape in shapes]
     return next((tile for tile in tiles if _fits(call, tile, target)), tiles[-1])
