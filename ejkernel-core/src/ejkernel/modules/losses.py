@@ -67,7 +67,8 @@ def fused_cross_entropy(
         chunk_size: hint: the tokens that a platform may take at a time, 0 for its own choice; it does not change the result.
         vocab_parallel_axis: mesh axis, or axes, over which the vocabulary of logits, or of head and bias, is split. With `mesh`
             it is read off in_specs where it is not given.
-        precision: of the products with the head; None = full precision of the dtype.
+        precision: of the products with the head; None = full precision of the dtype. Logits of bfloat16 may be rounded to it where
+            gradients are formed with them, and not with "highest".
         mesh: make the `jax.shard_map` here; sums then run over all tokens. Inside a `shard_map` of one's own, reductions are
             over this device's tokens.
         in_specs: one PartitionSpec or None for each of logits, targets, weights, hidden, lm_head_weight, lm_head_bias,
