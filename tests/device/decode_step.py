@@ -71,10 +71,10 @@ def main() -> int:
     parser.add_argument("--shown", type=int, default=20, help="kernels that are printed")
     parser.add_argument("asked", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    from ejkernel_serve import bench, models
+    from ejkernel_serve import bench
 
     arguments = bench.parser().parse_args([each for each in options.asked if each != "--"])
-    engine = models.load_engine(arguments)
+    engine = bench.load_engine(arguments)
     start = time.perf_counter()
     engine.warm_up()
     rows: list[dict[str, Any]] = []

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_serve import bench, device, models
-from ejkernel_serve.vocabulary import TOKENS
 from ejkernel_train.model import Context
 from ejkernel_train.operations import choose
 from ejkernel_train.sharding import Layout
@@ -52,7 +51,7 @@ def forward(weights: device.Weights, cache: Any, tokens: jax.Array, start: Any) 
 
 
 def draw(logits: jax.Array, key: jax.Array) -> jax.Array:
-    best, tokens = jax.lax.top_k(logits[:, :TOKENS].astype(jnp.float32) / TEMPERATURE, TOP_K)
+    best, tokens = jax.lax.top_k(logits.astype(jnp.float32) / TEMPERATURE, TOP_K)
     probability = jax.nn.softmax(best)
     inside = jnp.cumsum(probability, axis=-1) - probability < TOP_P
     drawn = jax.random.categorical(key, jnp.where(inside, best, -jnp.inf))
@@ -83,7 +82,7 @@ def decode(
 
 def measure(weights: device.Weights, config: Any, number: int, prompt: int, generate: int) -> dict[str, Any]:
     key = jax.random.key(number)
-    tokens = jax.random.randint(key, (number, prompt), 0, 256)
+    tokens = jax.random.randint(key, (number, prompt), 0, config.vocabulary)
     shape = number, prompt + generate, config.key_heads, config.head_size
     prefills, decodes = [], []
     for _ in range(4):  # the first one compiles
@@ -109,7 +108,7 @@ def measure(weights: device.Weights, config: Any, number: int, prompt: int, gene
 def main() -> int:
     arguments = bench.parser().parse_args()
     model = models.load_model(arguments.model, arguments.random or arguments.size, arguments.checkpoint)
-    weights = device.prepare(model, arguments.dtype, arguments.prompt + arguments.generate, TOKENS)
+    weights = device.prepare(model, arguments.dtype, arguments.prompt + arguments.generate, model.config.vocabulary)
     rows = []
     for number in arguments.requests:
         rows.append(measure(weights, model.config, number, arguments.prompt, arguments.generate))

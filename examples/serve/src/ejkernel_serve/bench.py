@@ -22,6 +22,7 @@ from ejkernel_serve import models
 from ejkernel_serve.config import Sampling
 from ejkernel_serve.engine import Engine
 from ejkernel_serve.scheduler import Request
+from ejkernel_serve.vocabulary import Vocabulary
 
 PACKAGES = ("jax", "jaxlib", "ejkernel-core", "ejkernel-xla", "ejkernel-triton", "ejkernel-pallas", "ejkernel-cuda")
 
@@ -100,13 +101,22 @@ def measure(engine: Engine, number: int, prompt: int, generate: int, seed: int, 
     }
 
 
+def load_engine(arguments: argparse.Namespace) -> Engine:
+    """As `models.load_engine`, but draws from all tokens of a model without a tokenizer, as a tokenizer of its size would."""
+    if arguments.model_folder:
+        return models.load_engine(arguments)
+    model = models.load_model(arguments.model, arguments.random or arguments.size, arguments.checkpoint)
+    every = Vocabulary((b"",) * model.config.vocabulary, frozenset(), "the model's tokens")
+    return Engine(model, models.engine_config(arguments), every)
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """A record of all numbers of requests, with what they were measured on.
 
     Raises:
         ValueError: sizes that do not fit.
     """
-    engine = models.load_engine(arguments)
+    engine = load_engine(arguments)
     engine.scheduler.ends = frozenset()  # so that every request generates as many tokens
     start = time.perf_counter()
     engine.warm_up()
