@@ -55,8 +55,9 @@ def _jax_triton() -> Any:
         import jax_triton
         from jax_triton import triton_lib
     install(triton_lib)
-    lower = functools.partial(triton_lib.triton_kernel_call_lowering, triton_lib.get_cuda_backend)
-    mlir.register_lowering(triton_lib.triton_kernel_call_p, functools.partial(_lower_typed, lower), platform="cuda")
+    if patch_problem(triton_lib) is None:
+        lower = functools.partial(triton_lib.triton_kernel_call_lowering, triton_lib.get_cuda_backend)
+        mlir.register_lowering(triton_lib.triton_kernel_call_p, functools.partial(_lower_typed, lower), platform="cuda")
     return jax_triton
 
 
@@ -81,10 +82,11 @@ def _barrier(values: Sequence[Any]) -> Sequence[Any]:
 
 
 @functools.cache
-def _call_name() -> str:
-    """Of the custom call that runs a kernel: the typed one if jaxlib has it."""
+def call_name() -> str:
+    """Of the custom call that runs a kernel: the typed one if jaxlib has it and jax-triton is a version that is known here."""
     library = getattr(importlib.import_module("jaxlib.gpu_triton"), "_cuda_triton", None)
-    return _TYPED_CALL if library is not None and _TYPED_CALL in library.registrations() else _UNTYPED_CALL
+    typed = library is not None and _TYPED_CALL in library.registrations() and cache_problem() is None
+    return _TYPED_CALL if typed else _UNTYPED_CALL
 
 
 @contextlib.contextmanager
@@ -153,7 +155,7 @@ def call_kernel(
             enable_fp_fusion=fp_fusion,
             input_output_aliases=aliases,
             compute_capability=capability[0] * 10 + capability[1],
-            custom_call_target_name=_call_name(),
+            custom_call_target_name=call_name(),
             **constants,
         )
     )
