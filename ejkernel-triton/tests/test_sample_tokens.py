@@ -43,6 +43,17 @@ def test_tokens_in_the_interpreter(interpreted, name):
     check(SMALL[name].arrays(np.random.default_rng(0)), SMALL[name].options, choice)
 
 
+@pytest.mark.parametrize(("kept", "slots"), [(128, 256), (4, 8), (1, 2)])
+@pytest.mark.parametrize("name", SMALL)
+@needs_jax_triton
+def test_rows_of_parts_in_the_interpreter(interpreted, monkeypatch, name, kept, slots):
+    """All that may be drawn is among what parts have kept, or some of it, or there are more equals than slots."""
+    monkeypatch.setattr(kernel, "_KEPT", kept)
+    monkeypatch.setattr(kernel, "_SLOTS", slots)
+    choice = config.Config(1024, 1, 4096) if name == "wide" else config.Config(16, 1, 16)
+    check(SMALL[name].arrays(np.random.default_rng(0)), SMALL[name].options, choice)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["top-k-top-p", "every-setting-per-row", "static-top-k-of-equals"])
 @needs_jax_triton
@@ -106,10 +117,11 @@ def test_compiles_without_spills_in_loops(recorder, call, number):
     inputs = SampleTokensInputs(**{n: None if s is None else jax.ShapeDtypeStruct(s.shape, s.dtype) for n, s in specs.items()})
     target = Target("gpu", "", f"{number // 10}.0")
     jax.eval_shape(lambda inputs: kernel.forward(call, inputs, config.forward_heuristic(call, target)), inputs)
-    (compilation,) = recorder.compilations
-    program = compilation.compile(number)
-    assert testing.resources(program).spilling == 0
-    assert "ld.global.v4.b32" in program.asm["ptx"], "rows are not read by 16 bytes"
+    programs = [compilation.compile(number) for compilation in recorder.compilations]
+    assert len(programs) == (1 if call.top_k is None else 2)
+    for program in programs:
+        assert testing.resources(program).spilling == 0
+        assert "ld.global.v4.b32" in program.asm["ptx"], "rows are not read by 16 bytes"
 
 
 @needs_jax_triton
