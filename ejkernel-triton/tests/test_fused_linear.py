@@ -11,7 +11,7 @@ import pytest
 
 from ejkernel.operations.fused_linear import reference
 from ejkernel.operations.fused_linear.cases import CASES
-from ejkernel.operations.fused_linear.interface import OPERATION
+from ejkernel.operations.fused_linear.interface import OPERATION, FusedLinearOutputs
 from ejkernel.plugin import Target
 from ejkernel.testing.checks import widened
 from ejkernel_triton.fused_linear import capability, config
@@ -89,10 +89,33 @@ def test_norms_of_large_float16_do_not_overflow(interpreted):
     check(bound, VECTOR[1], "float16", 2**-9)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["all-gated", "gemma", "tails-gated", "sixteen-rows"])
+def test_gradients(interpreted, name, dtype):
+    bound = bound_of(name, dtype)
+    grad = jnp.asarray(np.random.default_rng(1).standard_normal((*bound.call.x.shape[:2], bound.call.columns)), dtype)
+    outputs = FusedLinearOutputs(grad)
+    inputs, (wide_grad,) = widened(bound.inputs), widened(outputs)
+    wanted = reference.backward(bound.call, inputs, outputs, FusedLinearOutputs(wide_grad))
+    found = kernel.backward(bound.call, bound.inputs, outputs, outputs, None)
+    for got, exact in zip(found, wanted, strict=True):
+        assert (got is None) == (exact is None)
+        if got is not None:
+            limit = 2e-6 if dtype == "float32" else 2**-6
+            np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=limit, atol=limit * np.max(np.abs(exact)))
+
+
+@pytest.mark.parametrize("name", ["hundred-rows", "inner-0"])
+def test_more_rows_than_one_kernel_multiplies_and_no_inputs(interpreted, name):
+    check(bound_of(name), config.heuristic(bound_of(name).call, H200), "float32", 2e-6)
+    assert len(config.search_space(bound_of(name).call, H200)) == 1
+
+
 @pytest.mark.parametrize("sm", [80, 90, 100, 120])
 @pytest.mark.parametrize("name", ["bench-1x2048x11008-norm-silu", "bench-16x5504x2048-residual", "tails", "tails-gated"])
 def test_machine_code(triton_cache, name, sm):
-    for launch in {one.identity: one for _, one in recorded("fused_linear", NAMED[name], "bfloat16", target_of(sm))}.values():
+    launches = {one.identity: one for _, one in recorded("fused_linear", NAMED[name], "bfloat16", target_of(sm))}
+    for launch in [one for one in launches.values() if "BLOCK_N" in one.constants]:  # not those of norm and gate
         compiled = launch.compile(sm)
         assert testing.stack_bytes(compiled) <= testing.tolerated_stack(), launch.constants
         if name.startswith("bench"):
@@ -104,7 +127,7 @@ def test_machine_code(triton_cache, name, sm):
 def test_every_config_fits(triton_cache, name):
     found = {one.identity: one for _, one in recorded("fused_linear", NAMED[name], "bfloat16", target_of(90), space=True)}
     assert len(found) > 5
-    for launch in found.values():
+    for launch in [one for one in found.values() if "BLOCK_N" in one.constants]:
         used = testing.resources(launch.compile(90))
         assert used.shared <= 227 * 1024 and used.stack <= testing.tolerated_stack(), launch.constants
 
@@ -134,8 +157,7 @@ def test_what_is_refused():
 
     small = OPERATION.canonicalise(jnp.zeros((4, 8)), jnp.zeros((8, 8))).call
     assert problem((1, 64, 8)) is None and problem((8, 8, 8)) is None and problem((8, 64, 8), batch=8) is None
-    assert "65 rows are above 64" in (problem((5, 13, 8)) or "")
-    assert "K = 0" in (problem((1, 4, 0)) or "")
+    assert problem((5, 13, 8)) is None and problem((1, 4, 0)) is None
     assert "K = 16777216" in (problem((1, 4, 2**24)) or "")
     assert "results" in (problem((1, 64, 8), columns=2**26) or "")
     assert "float64" in (problem((1, 4, 8), dtype="float64") or "")

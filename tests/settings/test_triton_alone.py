@@ -27,7 +27,6 @@ EVERY = {**CALLS, **FROM_HIDDEN}
 
 MISSING = {
     "scaled_matmul": ("forward", "scaled_matmul forward"),
-    "fused_linear": ("gradient", "fused_linear backward"),
     "deepseek_attn": ("gradient", "sparse_latent_attention backward"),
     **dict.fromkeys(
         (

@@ -8,8 +8,10 @@ from ejkernel.plugin import API_LEVEL, Implementation, Phase, Plugin, hookimpl, 
 from ejkernel_triton._interpret import INTERPRET, interpreting
 
 
-def _implementation(operation: str, phase: Phase, contract: int = 1, without: tuple[str, ...] = ()) -> Implementation:
-    """One phase of an operation: `<operation>/{kernel,capability,config}.py`."""
+def _implementation(
+    operation: str, phase: Phase, contract: int = 1, without: tuple[str, ...] = (), *, knobs: bool = True
+) -> Implementation:
+    """One phase of an operation: `<operation>/{kernel,capability,config}.py`, the last if it has knobs of its own."""
     package = f"ejkernel_triton.{operation}"
     return Implementation(
         operation=operation,
@@ -17,7 +19,7 @@ def _implementation(operation: str, phase: Phase, contract: int = 1, without: tu
         backends=("gpu", "cpu") if interpreting() else ("gpu",),
         target=f"{package}.kernel:{phase}",
         supports=f"{package}.capability:supports_{phase}",
-        configs=f"{package}.config:{phase.upper()}",
+        configs=f"{package}.config:{phase.upper()}" if knobs else None,
         contract=contract,
         without=without,
         lowered_from="ejkernel_triton._jax_triton:lowered_from",
@@ -44,6 +46,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("delta_rule"),
             *_both_phases("flash_attention"),
             _implementation("fused_linear", "forward"),
+            _implementation("fused_linear", "backward", knobs=False),
             *_both_phases("gated_linear_unit"),
             *_both_phases("grouped_matmul", without=("lhs_scale",)),
             *_both_phases("kl_divergence"),

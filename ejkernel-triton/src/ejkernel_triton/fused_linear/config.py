@@ -12,7 +12,7 @@ from ejkernel.plugin import ConfigSpace, Target
 from ejkernel.targets.nvidia import HOPPER_MULTIPROCESSORS
 from ejkernel_triton._blocks import MIN_DOT_SIZE, dot_block, next_power_of_2
 from ejkernel_triton._capability import shared_memory_limit
-from ejkernel_triton.fused_linear.capability import rows_of
+from ejkernel_triton.fused_linear.capability import in_one_kernel, rows_of
 
 MAX_VECTOR_ROWS = 8
 """Rows of x that a program multiplies without tensor cores: each is an unrolled sum of its own."""
@@ -60,6 +60,8 @@ def heuristic(call: FusedLinearCall, target: Target) -> Config:
 
 
 def search_space(call: FusedLinearCall, target: Target) -> list[Config]:
+    if not in_one_kernel(call):
+        return [heuristic(call, target)]
     return list(dict.fromkeys([heuristic(call, target), *_space(call, target)]))
 
 

@@ -18,7 +18,8 @@ from ejkernel.operations.fused_linear.interface import FusedLinearCall, FusedLin
 from ejkernel.operations.gated_linear_unit.interface import ACTIVATIONS
 from ejkernel_triton._blocks import dot_block
 from ejkernel_triton._jax_triton import call_kernel
-from ejkernel_triton.fused_linear.capability import rows_of
+from ejkernel_triton.fused_linear import parts
+from ejkernel_triton.fused_linear.capability import in_one_kernel, rows_of
 from ejkernel_triton.fused_linear.config import Config, vector_of
 from ejkernel_triton.gated_linear_unit.kernel import activated
 
@@ -274,6 +275,8 @@ def forward(call: FusedLinearCall, inputs: FusedLinearInputs, config: Config) ->
     x, weight, scale, bias, residual = inputs
     if 0 in shape:
         return FusedLinearOutputs(jnp.zeros(shape, x.dtype))
+    if not in_one_kernel(call):
+        return parts.forward(call, inputs)
     batch, rows = rows_of(call)
     inner = call.x.shape[2]
     constants: dict[str, Any] = {
@@ -307,3 +310,6 @@ def forward(call: FusedLinearCall, inputs: FusedLinearInputs, config: Config) ->
         **constants,
     )
     return FusedLinearOutputs(out)
+
+
+backward = parts.backward

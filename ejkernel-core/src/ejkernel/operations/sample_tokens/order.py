@@ -11,15 +11,15 @@ from ejkernel.plugin import Phase
 from ejkernel.targets import Target
 
 _FEWEST_ROWS = 64
-"""One program of Triton's kernel reads a row, as fast for one row as for as many as there are multiprocessors."""
+"""Of rows without a top_k: a program has one, and is as fast for one row as for as many as there are multiprocessors."""
 
 
 def _sample_on_triton(call: SampleTokensCall, phase: Phase, target: Target) -> Priority:
-    """benchmarks/results/glu_sample_triton_h100.json, us, 128256 tokens in bfloat16, top_k 50 in an array and top_p 0.9: 1 row 460,
-    XLA 193; 16 rows 471, XLA 225; 64 rows 473, XLA 546; 256 rows 991, XLA 1846, plain JAX, which sorts, 2505."""
-    if call.logits.shape[0] * call.logits.shape[1] >= _FEWEST_ROWS:
+    """benchmarks/results/sample_tokens_h200.json, us, 128256 tokens in bfloat16, top_k 50 and top_p 0.95 in arrays."""
+    rows = call.logits.shape[0] * call.logits.shape[1]
+    if call.top_k is not None or call.static_top_k is not None or rows >= _FEWEST_ROWS:
         return Priority(TRITON)
-    return Priority(BEHIND_XLA, f"XLA's was faster for fewer than {_FEWEST_ROWS} rows")
+    return Priority(BEHIND_XLA, f"XLA's was faster for fewer than {_FEWEST_ROWS} rows without top_k")
 
 
 ORDER: Mapping[str, Mapping[str, int | Rule]] = {"gpu": {"triton": _sample_on_triton}}
