@@ -64,7 +64,7 @@ SMALL = {
 }
 
 
-def _arguments(shape: Shape, keys: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def arguments_of(shape: Shape, keys: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arrays and options of `canonicalise`."""
     if shape.part == "route":
         logits = 2 * jax.random.normal(next(keys), (shape.tokens, shape.experts))
@@ -93,7 +93,7 @@ class Problem:
         self.name, self.shape, self.operation = name, shape, f"moe_{shape.part}"
         self.owner = get_operation(self.operation)
         keys = iter(jax.random.split(jax.random.key(0), 6))
-        arrays, options = _arguments(shape, keys)
+        arrays, options = arguments_of(shape, keys)
         bound = self.owner.canonicalise(**arrays, **options)
         self.call, self.inputs = dataclasses.replace(bound.call, save_residuals=True), bound.inputs
         specs = self.owner.output_specs(self.call)
