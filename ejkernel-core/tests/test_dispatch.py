@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ejkernel
 from ejkernel import NoKernelError, explain, kernel_registry, use
+from ejkernel.call.order import measured_in
 from ejkernel.errors import FallbackWarning
 from ejkernel.operations.rms_norm.interface import RmsNormOutputs
 from ejkernel.plugin import Target
@@ -240,6 +241,22 @@ def test_explanation_prints_and_serialises(registered):
     assert data["chosen"] == "xla"
     assert data["call"]["x"] == "float32[2,3,8]"
     assert {c["implementation"] for c in data["forward"]["candidates"]} >= {"xla", "other"}
+
+
+def test_explanation_names_the_records_behind_the_order(registered):
+    """Where the order decided, and was measured; what a user registered was not."""
+    assert explain("rms_norm", X).forward.records == () and "measured" not in str(explain("rms_norm", X))
+    with use(target=Target("gpu", "NVIDIA H200", "9.0"), forbid=("triton", "pallas", "cuda")):
+        found = explain("gated_linear_unit", X, X)
+        assert found.chosen == "xla" and found.forward.records == ("glu_sample_triton_h100.json",)
+        assert "\n  measured in glu_sample_triton_h100.json\n" in str(found)
+        assert found.to_dict()["forward"]["records"] == ["glu_sample_triton_h100.json"]
+        assert explain("gated_linear_unit", X, X, platform="xla").forward.records == ()
+        registered("own", backend="gpu", priority=99)
+        assert explain("rms_norm", X).chosen == "own" and explain("rms_norm", X).forward.records == ()
+    assert measured_in("triton", "rms_norm", "gpu") == ("rms_norm_h200.json",)
+    assert measured_in("cuda.prefill", "paged_attention", "gpu") == ("orders_h100.json",)
+    assert measured_in("triton", "scaled_matmul", "gpu") == ()
 
 
 def test_explain_takes_shapes_and_computes_nothing(registered):

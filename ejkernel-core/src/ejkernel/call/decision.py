@@ -9,6 +9,7 @@ from typing import Any
 
 from ejkernel._notebook import table
 from ejkernel._plugins.records import Candidate
+from ejkernel.call.order import measured_in
 from ejkernel.plugin import Phase
 from ejkernel.targets import Target
 
@@ -82,9 +83,17 @@ class Decision:
             "config": None if self.config is None else dataclasses.asdict(self.config),
             "tier": self.tier or None,
             "quarantined": list(self.quarantined),
+            "records": list(self.records),
             "candidates": [verdict.to_dict() for verdict in self.verdicts],
             "absent": [dict(zip(("name", "state", "reason"), row, strict=True)) for row in self.absent],
         }
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        """Files in benchmarks/results that the default order quotes, where it decided."""
+        if self.chosen is None or self.setting != "priority":
+            return ()
+        return measured_in(self.chosen.id, self.operation, self.target.backend)
 
     @property
     def outcome(self) -> str:
@@ -102,6 +111,7 @@ class Decision:
         if self.config is not None:
             head += f", config {self.config} from {self.tier}"
         passed_over = [f"  quarantined: {line}" for line in self.quarantined]
+        passed_over += [f"  measured in {', '.join(self.records)}"] if self.records else []
         return "\n".join([head, *passed_over, *_aligned(self.rows())])
 
     def __repr__(self) -> str:

@@ -160,6 +160,8 @@ def _show_decision(screen: Any, decision: Any) -> None:
         say(screen, f"{decision.config} from {decision.tier}")
     for line in decision.quarantined:
         say(screen, f"quarantined: {line}")
+    if decision.records:
+        say(screen, f"measured in {', '.join(decision.records)}")
     rows = [(_name(v.candidate), verdict(v.verdict), "; ".join(v.reasons)) for v in decision.verdicts]
     rows += [(name, verdict(state), reason) for name, state, reason in decision.absent]
     if not rows:
