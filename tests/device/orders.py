@@ -43,9 +43,12 @@ TOLERANCE = 2e-2
 """Of the norm of the chosen implementation's results: two roundings to bfloat16, and weights in bfloat16."""
 SCHEMA = "ejkernel-orders-1"
 """Which `tools/default_order.py` reads."""
+TARGET = "gpu:9.0:NVIDIA H200"
 SHORT, SLACK = 0.05, 0.001
 """Milliseconds: calls that are timed with the host too, and what no two times are told apart by."""
 
+PATIENCE = 60
+"""Seconds that a batch is compiled for; what takes longer has no times."""
 SILENT = 5
 """Calls that fail on every implementation, one after the other."""
 
@@ -72,7 +75,7 @@ def compile_all(batch: list[Trial], threads: int, seconds: float) -> None:
     """What is not compiled in time has an error in place of a program."""
     pool = concurrent.futures.ThreadPoolExecutor(threads)
     futures = [pool.submit(program.compile) for trial in batch for program in trial.programs.values()]
-    concurrent.futures.wait(futures, timeout=max(seconds, 1))
+    concurrent.futures.wait(futures, timeout=min(max(seconds, 1), PATIENCE))
     pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -105,9 +108,9 @@ def measure(report: Report, trial: Trial, margin: float) -> bool:
 
 
 def lowered(wanted: list[tuple[Problem, str]]) -> int:
-    """Lower every program for a GPU; how many cannot be."""
+    """Lower every program for a GPU; how many cannot be. Triton's kernels are then compiled, and kept as for that GPU."""
     wrong = 0
-    with ejkernel.use(target="gpu:9.0"):
+    with ejkernel.use(target=TARGET):
         for problem, phase in wanted:
             trial = Trial(problem, phase)
             for name, program in trial.programs.items():
