@@ -77,7 +77,7 @@ def is_record(content: Any) -> bool:
 
 def chosen_today(row: dict[str, Any], names: Iterable[str], target: str) -> str:
     """The first of these implementations, as the dispatcher would order them on that target, if it had them."""
-    arrays = {name: jax.ShapeDtypeStruct(tuple(shape), dtype) for name, (shape, dtype) in row["arrays"].items()}
+    arrays = {name: _shape(written) for name, written in row["arrays"].items()}
     phase = "backward" if row["phase"] == "backward" else "forward"  # the forward decides who forms gradients early
     with ejkernel.use(target=target):
         decision = getattr(ejkernel.explain(row["function"], **arrays, **row["options"]), phase)
@@ -86,6 +86,12 @@ def chosen_today(row: dict[str, Any], names: Iterable[str], target: str) -> str:
         return -default_priority(name, decision.operation, decision.call, phase, decision.target).level, name
 
     return min(names, key=rank)
+
+
+def _shape(written: str) -> jax.ShapeDtypeStruct:
+    """Of `bfloat16[4,8]`."""
+    dtype, _, sizes = written.removesuffix("]").partition("[")
+    return jax.ShapeDtypeStruct(tuple(map(int, filter(None, sizes.split(",")))), dtype)
 
 
 def rows_of(records: Sequence[dict[str, Any]], without: Sequence[str] = ()) -> list[Row]:

@@ -67,7 +67,7 @@ class Problem(NamedTuple):
 
     def row(self, phase: str) -> dict[str, Any]:
         """What a record says of it."""
-        arrays = {name: [list(one.shape), str(one.dtype)] for name, one in self.arrays.items()}
+        arrays = {name: f"{one.dtype}[{','.join(map(str, one.shape))}]" for name, one in self.arrays.items()}
         words = {"function": self.function, "problem": self.name, "kind": self.kind, "phase": phase}
         return {**words, "arrays": arrays, "options": dict(self.options)}
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import pathlib
 import statistics
 import tempfile
@@ -27,6 +28,8 @@ LOSSES = ("fused_cross_entropy", "fused_kl_divergence")
 FEWEST, MOST, SPENT = 3, 10, 0.2
 """Runs of each program, within so many seconds of all of them if there is a choice."""
 REPEATED = 100
+NOT_FINITE = 1e9
+"""Deviation of results that are not finite where those of the chosen one are."""
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -171,7 +174,8 @@ class Trial:
                 calls, got = _called(program.jitted, arrays, cotangents)
                 got = jax.block_until_ready(got)
                 wanted = got if wanted is None else wanted
-                deviations[name] = float(_difference(jax.tree.leaves(got), jax.tree.leaves(wanted)))
+                error = float(_difference(jax.tree.leaves(got), jax.tree.leaves(wanted)))
+                deviations[name] = float(f"{error:.1e}") if math.isfinite(error) else NOT_FINITE
                 self.calls[name] = calls[-1:] if self.phase == "backward" else calls
             except Exception as error:  # noqa: BLE001 - the others are measured all the same
                 failed[name] = f"{type(error).__name__}: {in_one_line(error)[:300]}"
@@ -236,7 +240,7 @@ def milliseconds_of(calls: Mapping[str, list[Call]]) -> dict[str, float]:
     except Exception as error:  # noqa: BLE001 - one by one instead
         print(f"  by turns: {in_one_line(error)[:200]}", flush=True)
         found = {name: _alone(one, runs) for name, one in calls.items()}
-    return {name: statistics.median(taken) for name, taken in found.items() if taken}
+    return {name: round(statistics.median(taken), 6) for name, taken in found.items() if taken}
 
 
 def _run(calls: list[Call]) -> None:
@@ -308,4 +312,4 @@ def with_host(call: Call) -> float:
             found = function(*arguments)
         jax.block_until_ready(found)
         taken.append(time.perf_counter() - begin)
-    return 1e3 * statistics.median(taken) / REPEATED
+    return round(1e3 * statistics.median(taken) / REPEATED, 6)

@@ -84,9 +84,8 @@ def measure(report: Report, trial: Trial, margin: float) -> bool:
     label = report.result["last"] = f"{trial.problem.function} {trial.problem.name} {trial.phase}"
     report.save()  # with the name of what may never end
     deviations, failed = trial.run()
-    for name, error in deviations.items():
-        report.check(f"{label} {name}", error < TOLERANCE, f"{error:.1e}")
-    for name, why in failed.items():
+    wrong = {name: f"{error:.1e}" for name, error in deviations.items() if error >= TOLERANCE}
+    for name, why in (wrong | failed).items():
         report.check(f"{label} {name}", False, why)
     times = milliseconds_of({name: trial.calls[name] for name in deviations})
     short = [name for name, taken in times.items() if taken < SHORT and trial.phase != "both"]
