@@ -11,7 +11,8 @@ so does `tests/test_order_records.py` those in benchmarks/results.
 
 `--only` areas or public functions; `--cases` a regular expression for names; `--done` records whose problems are left out; `--more`
 drawn problems of each grid; `--budget` seconds, after which nothing is started; `--threads` that compile, while nothing is timed;
-`--small` small problems, on a CPU too; `--lower` only lowers what a GPU would run, which need not be here, and times nothing.
+`--small` small problems on a CPU, Triton in its interpreter; `--lower` times nothing, but lowers what a GPU would run, which need
+not be here.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -30,6 +31,9 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+if "--small" in sys.argv:
+    os.environ["EJKERNEL_TRITON_INTERPRET"] = "1"
 
 import jax
 from delta_rule import Report
