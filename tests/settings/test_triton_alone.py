@@ -26,7 +26,6 @@ OTHERS = ("xla", "pallas", "cuda")
 EVERY = {**CALLS, **FROM_HIDDEN}
 
 MISSING = {
-    "scaled_matmul": ("forward", "scaled_matmul forward"),
     "deepseek_attn": ("gradient", "sparse_latent_attention backward"),
     **dict.fromkeys(
         (

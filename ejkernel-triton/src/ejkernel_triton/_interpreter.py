@@ -102,7 +102,12 @@ _cast_before = interpreter.InterpreterBuilder.cast_impl
 
 
 def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, *rest: Any) -> Any:
-    """The interpreter stores bfloat16 as integers, which it would multiply, and does not emulate TF32."""
+    """The interpreter stores bfloat16 as integers, which it would multiply, and emulates neither TF32 nor sums of float8."""
+    if a.dtype.scalar in _FLOAT8:
+        left, right = (x.data.view(_FLOAT8[x.dtype.scalar]).astype(np.float32) for x in (a, b))
+        total = np.matmul(left, right) + d.data
+        # where no promotion is asked for, a total has the 14 bits of Hopper's
+        return interpreter.TensorHandle(total if rest[0] else _short(total), d.dtype.scalar)
     a, b = (builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
 
     def product(left: np.ndarray, right: np.ndarray, total: Any) -> Any:
@@ -133,6 +138,11 @@ def _tf32(array: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(array), bits.view(np.float32), array)
 
 
+def _short(array: np.ndarray) -> np.ndarray:
+    """Cut the mantissa to 13 bits. NaN and infinities stay."""
+    return np.where(np.isfinite(array), (array.view(np.uint32) & np.uint32(0xFFFFFC00)).view(np.float32), array)
+
+
 _load_before = interpreter.InterpreterBuilder.create_masked_load
 _store_before = interpreter.InterpreterBuilder.create_masked_store
 
@@ -161,12 +171,16 @@ def _cast(builder: Any, source: Any, target: Any) -> Any:
 
 
 _float_cast_before = interpreter.InterpreterBuilder.create_fp_to_fp
-_FLOAT8 = {tl.float8e4nv: jnp.float8_e4m3fn, tl.float8e5: jnp.float8_e5m2}
+_FLOAT8: Mapping[Any, Any] = {tl.float8e4nv: jnp.float8_e4m3fn, tl.float8e5: jnp.float8_e5m2}
+_WIDE: Mapping[Any, Any] = {tl.float16: np.float16, tl.float32: np.float32}
 
 
 def _float_cast(builder: Any, source: Any, target: Any, rounding: Any) -> Any:
     """The interpreter rounds ties away from zero, loses a carry into the exponent and makes NaN a number; a GPU rounds to nearest
     even, and what is too large, or infinite, to the largest number."""
+    if source.dtype.scalar in _FLOAT8 and target.scalar in _WIDE:
+        values = source.data.view(_FLOAT8[source.dtype.scalar]).astype(_WIDE[target.scalar])
+        return interpreter.TensorHandle(values, target.scalar)
     dtype = _FLOAT8.get(target.scalar)
     if dtype is None or source.data.dtype not in (np.float32, np.float16):
         return _float_cast_before(builder, source, target, rounding)

@@ -71,6 +71,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("rope"),
             *_both_phases("rwkv4"),
             _implementation("sample_tokens", "forward"),
+            *_both_phases("scaled_matmul", contract=3),
             *_both_phases("selective_scan", contract=2),
             *_both_phases("softmax"),
             _implementation("sparse_latent_attention", "forward"),

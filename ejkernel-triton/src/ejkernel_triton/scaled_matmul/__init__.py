@@ -1,0 +1,1 @@
+"""Products of int8 or float8 matrices in Triton."""
