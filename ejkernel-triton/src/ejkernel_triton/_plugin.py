@@ -62,7 +62,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("native_sparse_attention"),
             _implementation("native_sparse_selection", "forward"),
             _implementation("newton_schulz", "forward"),
-            _implementation("paged_attention", "forward"),
+            *_both_phases("paged_attention"),
             _implementation("paged_cache_update", "forward"),
             *_both_phases("qk_norm_rope"),
             _implementation("quantize_float8", "forward"),

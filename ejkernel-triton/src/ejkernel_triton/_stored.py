@@ -1,4 +1,4 @@
-"""Device function that reads rows of a cache in any dtype that it is stored in."""
+"""Device functions that read rows of a cache in any dtype that it is stored in."""
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportIndexIssue=false, reportOperatorIssue=false
@@ -22,3 +22,10 @@ def load_rows(p_rows, o_row, m_row, SIZE: tl.constexpr, BLOCK: tl.constexpr, DTY
         b_byte = tl.load(p_byte + o_rows, mask=m_tile, other=0)  # [R, BLOCK]
         b_rows = b_byte.to(tl.float32) if tl.int8 == STORED else b_byte.to(STORED, bitcast=True)
     return b_rows.to(DTYPE)
+
+
+@triton.jit
+def finite_rows(b_rows, AXIS: tl.constexpr):
+    """Rows with 0 for what is not finite, and NaN for each that had such, else 0. AXIS: that of channels."""
+    b_lost = tl.sum(b_rows.to(tl.float32) * 0.0, axis=AXIS)
+    return tl.where(b_rows * 0.0 == 0.0, b_rows, 0.0), b_lost

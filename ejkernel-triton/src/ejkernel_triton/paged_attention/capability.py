@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import Target
+from ejkernel_triton._blocks import MIN_DOT_SIZE
 from ejkernel_triton._capability import FLOATS, refusal
 from ejkernel_triton._pages import STORED, e4m3_problem
 
@@ -26,3 +27,10 @@ def supports_forward(call: PagedAttentionCall, target: Target) -> str | None:
     names |= dict.fromkeys(("softmax_aux", "alibi_slopes", "qq_bias", "key_scale", "value_scale"), FLOATS)
     problem = refusal(target, {name: getattr(call, name) for name in names}, names)
     return problem or e4m3_problem(target, call.key_pages)
+
+
+def supports_backward(call: PagedAttentionCall, target: Target) -> str | None:
+    programs = call.query.shape[0] * call.pages.pages * -(-call.pages.page_size // MIN_DOT_SIZE) * call.heads
+    if programs > MAX_PROGRAMS:
+        return f"{programs} blocks of keys of pages are more programs than {MAX_PROGRAMS}"
+    return supports_forward(call, target)

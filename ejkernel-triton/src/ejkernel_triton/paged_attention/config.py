@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.utils.dtypes import common_dtype
 from ejkernel.utils.renamed_knobs import renamed_knobs
 from ejkernel_triton._blocks import MIN_DOT_SIZE, dot_block, next_power_of_2
 from ejkernel_triton._capability import shared_memory_limit
@@ -46,6 +48,12 @@ class PagedAttentionConfig:
             raise ValueError(f"{self}: block_q, num_warps, num_stages and programs are at least 1")
         if any(keys < MIN_DOT_SIZE or keys & (keys - 1) for keys in (self.block_k, self.decode_block_k or MIN_DOT_SIZE)):
             raise ValueError(f"{self}: keys and decode_keys are powers of two of at least {MIN_DOT_SIZE}")
+
+
+def product_dtype(call: PagedAttentionCall) -> Any:
+    """Dtype of the MMA operands; 8-bit pages are converted to the query's."""
+    stored, query = np.dtype(call.key_pages.dtype), np.dtype(call.query.dtype)
+    return query if stored.itemsize == 1 else common_dtype(query, stored)
 
 
 def product_itemsize(call: PagedAttentionCall) -> int:
@@ -161,4 +169,57 @@ def _admitted(call: PagedAttentionCall, target: Target, tokens: int, keys: int, 
     return enough and held <= 128 and loaded <= 256 and alone and _fits(call, target, rows, keys, stages)
 
 
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """Attributes:
+    query_*: of the dQ kernel, which owns `query_block_q` new tokens and loops over tiles of `query_block_k` keys.
+    key_*: of the kernel of dK and dV, which owns at most `key_block_k` keys of a page and loops over tiles of `key_block_q` tokens.
+    """
+
+    query_block_q: int
+    query_block_k: int
+    query_num_warps: int
+    query_num_stages: int
+    key_block_q: int
+    key_block_k: int
+    key_num_warps: int
+    key_num_stages: int
+
+    def __post_init__(self) -> None:
+        if min(dataclasses.astuple(self)) < 1:
+            raise ValueError(f"{self}: expected values of at least 1")
+        if any(keys < MIN_DOT_SIZE or keys & (keys - 1) for keys in (self.query_block_k, self.key_block_k)):
+            raise ValueError(f"{self}: query_block_k and key_block_k are powers of two of at least {MIN_DOT_SIZE}")
+
+
+def backward_heuristic(call: PagedAttentionCall, target: Target) -> BackwardConfig:
+    return _backward(call, target, 32)
+
+
+def backward_space(call: PagedAttentionCall, target: Target) -> list[BackwardConfig]:
+    chosen = backward_heuristic(call, target)
+    found = [_backward(call, target, rows) for rows in (16, 64)]
+    varied = [dataclasses.replace(chosen, **{name: 2 if getattr(chosen, name) == 1 else 1}) for name in _STAGES]
+    warps = [dataclasses.replace(chosen, query_num_warps=8), dataclasses.replace(chosen, key_num_warps=8)]
+    return list(dict.fromkeys([chosen, *found, *varied, *warps]))
+
+
+_STAGES = ("query_num_stages", "key_num_stages")
+
+
+def _backward(call: PagedAttentionCall, target: Target, rows: int) -> BackwardConfig:
+    """Tiles of about so many rows, fewer where heads are wide or float32: both kernels hold two of the size of a head."""
+    size, exact = _widest(call), product_itemsize(call) == 4
+    rows = min(rows, 16 if exact or size > 256 else 32 if size > 128 else 64)
+    keys = min(16 if exact or size > 256 else 32, dot_block(call.longest))
+    tokens = max(rows // heads_of_tile(call), 1)
+    mean = -(-call.query.shape[1] // max(call.kv_lens.shape[1], 1))
+    together = min(tokens, next_power_of_2(mean))
+    warps = 8 if size > (64 if exact else 256) else 4
+    stages = 1 if exact or size > 128 else 2
+    of_page = min(keys, dot_block(call.pages.page_size))
+    return BackwardConfig(together, keys, warps, stages, together, of_page, warps, stages)
+
+
 FORWARD = ConfigSpace(PagedAttentionConfig, heuristic, search_space)
+BACKWARD = ConfigSpace(BackwardConfig, backward_heuristic, backward_space)

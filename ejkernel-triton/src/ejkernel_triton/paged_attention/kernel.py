@@ -2,7 +2,7 @@
 results of split-KV tiles in a fixed order (Dao et al., Flash-Decoding, 2023; Kwon et al., PagedAttention, 2023).
 
 A tile's rows are new tokens times the query heads of one key head, so its keys are loaded once. Logits are base-2 exponents.
-The XLA platform runs backward: it needs only `out` and `lse`.
+Backward needs only `out` and `lse`.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -15,15 +15,17 @@ import triton
 import triton.language as tl
 
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall, PagedAttentionInputs, PagedAttentionOutputs
-from ejkernel.utils.dtypes import common_dtype
 from ejkernel_triton._blocks import dot_block
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._pages import search_block, storage, with_common_batch
 from ejkernel_triton._requests import count_up_to
 from ejkernel_triton._stored import load_rows
-from ejkernel_triton.paged_attention.config import DECODE_STAGES, PagedAttentionConfig, warps_of
+from ejkernel_triton.paged_attention.config import DECODE_STAGES, PagedAttentionConfig, product_dtype, warps_of
+from ejkernel_triton.paged_attention.gradients import TRITON_DTYPES, backward
 from ejkernel_triton.paged_attention.params import PagedAttentionParams, params_of
 from ejkernel_triton.paged_attention.schedule import Schedule, Sizes, make_schedule
+
+__all__ = ["backward", "forward"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -470,15 +472,6 @@ def _with_one_sink(inputs: PagedAttentionInputs) -> PagedAttentionInputs:
     return inputs._replace(softmax_aux=jax.nn.logsumexp(inputs.softmax_aux.astype(jnp.float32), axis=-1))
 
 
-def _product_dtype(call: PagedAttentionCall) -> Any:
-    """Dtype of the MMA operands; 8-bit pages are converted to the query's."""
-    stored, query = jnp.dtype(call.key_pages.dtype), jnp.dtype(call.query.dtype)
-    return query if stored.itemsize == 1 else common_dtype(query, stored)
-
-
-_TRITON_DTYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
-
-
 def _pass(
     call: PagedAttentionCall,
     inputs: PagedAttentionInputs,
@@ -497,7 +490,7 @@ def _pass(
     requests = call.kv_lens.shape[1]
     save_lse = call.return_lse or call.save_residuals
     schedule = make_schedule(call, sizes, inputs.query_start_loc, inputs.kv_lens)
-    dtype = _product_dtype(call)
+    dtype = product_dtype(call)
     params = params_of(call, inputs, schedules=storage(schedule.splits), dtype=dtype)
     rows = sizes.tokens_of_tile * sizes.heads_of_tile
     partials = (batch, sizes.partials, sizes.head_tiles, rows) if sizes.partials else (1, 1, 1, 1)
@@ -544,7 +537,7 @@ def _pass(
         HEADS_OF_TILE=sizes.heads_of_tile,
         HEAD_TILES=sizes.head_tiles,
         TOKENS=sizes.tokens_of_tile,
-        DTYPE=_TRITON_DTYPES[dtype.name],
+        DTYPE=TRITON_DTYPES[dtype.name],
         SEARCH=search_block(requests),
         STAGES=num_stages,
     )

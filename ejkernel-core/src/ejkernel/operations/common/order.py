@@ -9,10 +9,18 @@ rules name their records, whose times docs/evidence/default_order.md has.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ejkernel.call.order import UNMEASURED, Priority
+from ejkernel.plugin import Phase
+from ejkernel.targets import Target
 from ejkernel.targets.nvidia import HALVES
 
-__all__ = ["HALVES", "UNMEASURED", "Priority"]
+__all__ = ["HALVES", "UNMEASURED", "Priority", "forward_on_triton"]
 
 BEHIND_XLA, XLA = -1, 0
 BEHIND_TRITON, TRITON, BEHIND_MOSAIC_GPU, AHEAD_OF_TRITON, FIRST, AHEAD_OF_CUDA = 5, 10, 15, 20, 30, 40
+
+
+def forward_on_triton(call: Any, phase: Phase, target: Target) -> Priority:
+    return Priority(TRITON) if phase == "forward" else Priority(UNMEASURED, "its gradients were not timed beside XLA's")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ejkernel.call.order import Rule
-from ejkernel.operations.common.order import BEHIND_TRITON, FIRST, HALVES, TRITON, Priority
+from ejkernel.operations.common.order import BEHIND_TRITON, FIRST, HALVES, Priority, forward_on_triton
 from ejkernel.operations.paged_attention.interface import PagedAttentionCall
 from ejkernel.plugin import Phase
 from ejkernel.targets import Target
@@ -44,6 +44,6 @@ def _prompts_on_cuda(call: PagedAttentionCall, phase: Phase, target: Target) -> 
 
 
 ORDER: Mapping[str, Mapping[str, int | Rule]] = {
-    "gpu": {"triton": TRITON, "cuda": _paged_attention_on_cuda, "cuda.prefill": _prompts_on_cuda}
+    "gpu": {"triton": forward_on_triton, "cuda": _paged_attention_on_cuda, "cuda.prefill": _prompts_on_cuda}
 }
 """benchmarks/results/paged_h200.json: Triton decodes 5 to 140 times as fast as XLA, 1.8 to 1.9 times as JAX's Pallas kernel."""
