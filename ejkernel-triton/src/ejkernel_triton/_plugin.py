@@ -63,7 +63,7 @@ def ejkernel_plugin() -> Plugin:
             _implementation("native_sparse_selection", "forward"),
             _implementation("newton_schulz", "forward"),
             *_both_phases("paged_attention"),
-            _implementation("paged_cache_update", "forward"),
+            *_both_phases("paged_cache_update"),
             *_both_phases("qk_norm_rope"),
             _implementation("quantize_float8", "forward"),
             *_both_phases("quantized_matmul", contract=2),

@@ -23,3 +23,6 @@ def supports_forward(call: PagedCacheUpdateCall, target: Target) -> str | None:
     names |= dict.fromkeys(("key_scale", "value_scale"), FLOATS)
     problem = refusal(target, {name: getattr(call, name) for name in names}, names)
     return problem or e4m3_problem(target, call.key_pages, call.key, call.value)
+
+
+supports_backward = supports_forward

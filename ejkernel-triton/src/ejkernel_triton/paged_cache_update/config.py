@@ -45,3 +45,4 @@ def search_space(call: PagedCacheUpdateCall, target: Target) -> list[PagedCacheU
 
 
 FORWARD = ConfigSpace(PagedCacheUpdateConfig, heuristic, search_space)
+BACKWARD = FORWARD

@@ -1,7 +1,7 @@
 """Writes new keys and values into their KV pages in place: one program per token and group of heads.
 
 The outputs alias the caches, in place if XLA can donate them. Rounding is emulated bitwise, to nearest, ties to even, so that
-it is the same on every device and for every dtype. The XLA platform runs backward.
+it is the same on every device and for every dtype.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -18,7 +18,10 @@ from ejkernel_triton._blocks import next_power_of_2
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._pages import batch_stride, search_block, storage, strides_of, with_common_batch
 from ejkernel_triton._requests import count_up_to
+from ejkernel_triton.paged_cache_update.backward import backward
 from ejkernel_triton.paged_cache_update.config import PagedCacheUpdateConfig
+
+__all__ = ["backward", "forward"]
 
 
 @triton.jit
