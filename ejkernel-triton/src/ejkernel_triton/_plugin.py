@@ -50,7 +50,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("gated_linear_unit"),
             *_both_phases("grouped_matmul", without=("lhs_scale",)),
             *_both_phases("kl_divergence"),
-            _implementation("latent_paged_attention", "forward", contract=2),
+            *_both_phases("latent_paged_attention", contract=2),
             *_both_phases("layer_norm"),
             _implementation("lightning_indexer", "forward"),
             *_both_phases("linear_cross_entropy"),

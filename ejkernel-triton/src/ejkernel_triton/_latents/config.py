@@ -181,3 +181,61 @@ def splits_of(problem: Problem, target: Target, tokens: int, heads: int, block_k
         return waves * (-(-blocks // count) + (extra if count > 1 else 0)) + (2 + count / 16 if count > 1 else 0)
 
     return min(range(1, max_splits(problem, block_k) + 1), key=steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentGradientConfig:
+    """How gradients are tiled.
+
+    Attributes:
+        block_q: query tokens of a tile of rows.
+        block_h: heads of each of them.
+        block_k: keys that a program reads per step, or owns at most; a power of two, at least 16.
+        num_warps: warps per program.
+        num_stages: pipeline stages, including the current one.
+    """
+
+    block_q: int
+    block_h: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        if min(self.block_q, self.block_h, self.num_warps, self.num_stages) < 1:
+            raise ValueError(f"{self}: block_q, block_h, num_warps and num_stages are at least 1")
+        if self.block_k < MIN_DOT_SIZE or self.block_k & (self.block_k - 1):
+            raise ValueError(f"{self}: block_k is a power of two of at least {MIN_DOT_SIZE}")
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile, padded."""
+        return dot_block(self.block_q * self.block_h)
+
+
+def gradient_heuristic(problem: Problem, target: Target) -> LatentGradientConfig:
+    return next(_gradient_configs(problem, target))
+
+
+def gradient_space(problem: Problem, target: Target) -> list[LatentGradientConfig]:
+    return list(dict.fromkeys(_gradient_configs(problem, target)))
+
+
+def _gradient_configs(problem: Problem, target: Target) -> Iterator[LatentGradientConfig]:
+    """Both a tile's queries and its cotangents stay in shared memory, or come by for each block of keys."""
+    exact = problem.itemsize == 4
+    wide = dot_block(problem.latent) > 128
+    hopper = (target.capability or _WGMMA) >= _WGMMA
+    shapes = ((16, 16, 8 if wide else 4, 1),) if exact else _GRADIENTS if hopper else _GRADIENTS[3:]
+    for rows, block_k, warps, stages in shapes:
+        heads = min(problem.heads, rows)
+        tokens = max(1, min(rows // heads, next_power_of_2(problem.together)))
+        held = dot_block(tokens * heads) * (problem.channels + dot_block(problem.latent)) * problem.itemsize
+        held += stages * block_k * problem.channels * problem.itemsize + _SPARE
+        if exact or (rows, block_k) == (16, 16) or held <= shared_memory_limit(target):
+            block_k = min(block_k, dot_block(problem.keys))
+            yield LatentGradientConfig(tokens, heads, block_k, warps if wide else 4, stages)
+
+
+_GRADIENTS = ((64, 32, 8, 1), (64, 16, 8, 1), (64, 32, 8, 2), (32, 16, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1))
+"""Rows, keys, warps and stages. Before Hopper more than 32 rows, or as many keys, spill."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ejkernel.operations.latent_paged_attention.interface import LatentPagedAttentionCall
 from ejkernel.plugin import Target
+from ejkernel_triton._blocks import MIN_DOT_SIZE
 from ejkernel_triton._capability import FLOATS, refusal
 from ejkernel_triton._latents.config import MAX_LATENT, MAX_REST, MAX_SPLITS
 from ejkernel_triton._pages import STORED, e4m3_problem
@@ -26,3 +27,10 @@ def supports_forward(call: LatentPagedAttentionCall, target: Target) -> str | No
     names |= dict.fromkeys(("key_scale", "value_scale"), FLOATS)
     problem = refusal(target, {name: getattr(call, name) for name in names}, names)
     return problem or e4m3_problem(target, call.pages)
+
+
+def supports_backward(call: LatentPagedAttentionCall, target: Target) -> str | None:
+    programs = call.query_nope.shape[0] * call.pages.shape[1] * -(-call.pages.shape[2] // MIN_DOT_SIZE)
+    if programs > MAX_PROGRAMS:
+        return f"{programs} blocks of tokens of pages are more programs than {MAX_PROGRAMS}"
+    return supports_forward(call, target)

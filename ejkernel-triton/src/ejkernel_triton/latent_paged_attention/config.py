@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ejkernel.operations.latent_paged_attention.interface import LatentPagedAttentionCall
 from ejkernel.plugin import ConfigSpace, Target
+from ejkernel.utils.dtypes import common_dtype
 from ejkernel_triton._latents import config
-from ejkernel_triton._latents.config import LatentAttentionConfig, Problem
+from ejkernel_triton._latents.config import LatentAttentionConfig, LatentGradientConfig, Problem
 from ejkernel_triton._pages import ONE_BYTE
 
 UNBOUNDED = 2**30
 """Stands for no window; small enough for int32."""
+
+
+def product_dtype(call: LatentPagedAttentionCall) -> Any:
+    """Dtype of the MMA operands; 8-bit pages are converted to the query's."""
+    stored, query = np.dtype(call.pages.dtype), np.dtype(call.query_nope.dtype)
+    return query if stored.itemsize == 1 else common_dtype(query, stored)
 
 
 def product_itemsize(call: LatentPagedAttentionCall) -> int:
@@ -46,4 +55,13 @@ def search_space(call: LatentPagedAttentionCall, target: Target) -> list[LatentA
     return config.search_space(problem_of(call), target)
 
 
+def backward_heuristic(call: LatentPagedAttentionCall, target: Target) -> LatentGradientConfig:
+    return config.gradient_heuristic(problem_of(call), target)
+
+
+def backward_space(call: LatentPagedAttentionCall, target: Target) -> list[LatentGradientConfig]:
+    return config.gradient_space(problem_of(call), target)
+
+
 FORWARD = ConfigSpace(LatentAttentionConfig, heuristic, search_space)
+BACKWARD = ConfigSpace(LatentGradientConfig, backward_heuristic, backward_space)

@@ -1,8 +1,7 @@
 """The forward phase: a program walks over the pages of a request for some of its new tokens, with some or all of their heads.
 
 Its rows read each token of the cache once, as key and as value (DeepSeek-AI, DeepSeek-V2, 2024, section 2.1, absorbed). With
-several splits of the keys, partial results are summed by a second kernel. The XLA platform runs backward: it needs only `out` and
-`lse`.
+several splits of the keys, partial results are summed by a second kernel. Backward needs only `out` and `lse`.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -18,7 +17,6 @@ from ejkernel.operations.latent_paged_attention.interface import (
     LatentPagedAttentionInputs,
     LatentPagedAttentionOutputs,
 )
-from ejkernel.utils.dtypes import common_dtype
 from ejkernel_triton._blocks import dot_block
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton._latents.combine import combined
@@ -27,7 +25,10 @@ from ejkernel_triton._latents.tiles import along_keys, along_rows, attend, store
 from ejkernel_triton._numerics import dot_precision
 from ejkernel_triton._pages import batch_stride, search_block
 from ejkernel_triton._stored import load_rows
-from ejkernel_triton.latent_paged_attention.config import UNBOUNDED
+from ejkernel_triton.latent_paged_attention.config import UNBOUNDED, product_dtype
+from ejkernel_triton.latent_paged_attention.gradients import TRITON_DTYPES, backward
+
+__all__ = ["backward", "forward"]
 
 _LEAST_SEARCH_BLOCK = 128
 """Fewest requests that are searched at once: with fewer than a program has threads, ptxas spills a tenth of the main loop."""
@@ -253,9 +254,6 @@ def latent_paged_attention_kernel(
     )  # fmt: skip
 
 
-_TRITON_DTYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
-
-
 def forward(
     call: LatentPagedAttentionCall, inputs: LatentPagedAttentionInputs, config: LatentAttentionConfig
 ) -> LatentPagedAttentionOutputs:
@@ -266,7 +264,7 @@ def forward(
     if batch * tokens * requests * width * call.pages.shape[1] == 0:
         lse = jnp.full(rows, -jnp.inf, jnp.float32) if save_lse else None
         return LatentPagedAttentionOutputs(jnp.zeros((*rows, latent), call.query_nope.dtype), lse)
-    dtype = _product_dtype(call)
+    dtype = product_dtype(call)
     tiles = tokens if config.block_q == 1 else tokens // config.block_q + requests + 2
     rest = call.query_pe.shape[3]
     split = (config.splits,) if config.splits > 1 else ()
@@ -308,7 +306,7 @@ def forward(
         SOFT_CAP=0.0 if call.logits_soft_cap is None else call.logits_soft_cap,
         KEYS_FIRST=config.keys_first,
         SAVE_LSE=save_lse,
-        DTYPE=_TRITON_DTYPES[dtype.name],
+        DTYPE=TRITON_DTYPES[dtype.name],
         PRECISION=dot_precision(call.precision, dtype),
         SEARCH=max(search_block(requests + 1), _LEAST_SEARCH_BLOCK),
         STAGES=config.num_stages,
@@ -325,9 +323,3 @@ def _arrays(inputs: LatentPagedAttentionInputs) -> tuple[Any, ...]:
     )  # fmt: skip
     found = (getattr(inputs, name) for name in fields)
     return tuple(inputs.query_nope if array is None or array.size == 0 else array for array in found)
-
-
-def _product_dtype(call: LatentPagedAttentionCall) -> Any:
-    """Dtype of the MMA operands; 8-bit pages are converted to the query's."""
-    stored, query = jnp.dtype(call.pages.dtype), jnp.dtype(call.query_nope.dtype)
-    return query if stored.itemsize == 1 else common_dtype(query, stored)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ejkernel.call.order import Rule
-from ejkernel.operations.common.order import HALVES, TRITON, UNMEASURED, Priority
+from ejkernel.operations.common.order import HALVES, UNMEASURED, Priority, forward_on_triton
 from ejkernel.operations.latent_paged_attention.interface import LatentPagedAttentionCall
 from ejkernel.plugin import Phase
 from ejkernel.targets import Target
@@ -18,7 +18,7 @@ def _latents_on_triton(call: LatentPagedAttentionCall, phase: Phase, target: Tar
     """
     if call.query_nope.dtype not in HALVES:
         return Priority(UNMEASURED, f"{call.query_nope.dtype} was not timed")
-    return Priority(TRITON)
+    return forward_on_triton(call, phase, target)
 
 
 ORDER: Mapping[str, Mapping[str, int | Rule]] = {"gpu": {"triton": _latents_on_triton}}
