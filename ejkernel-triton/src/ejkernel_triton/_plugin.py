@@ -74,7 +74,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("scaled_matmul", contract=3),
             *_both_phases("selective_scan", contract=2),
             *_both_phases("softmax"),
-            _implementation("sparse_latent_attention", "forward"),
+            *_both_phases("sparse_latent_attention"),
         ),
         custom_calls=("triton_kernel_call", "triton_kernel_call_ffi"),
     )

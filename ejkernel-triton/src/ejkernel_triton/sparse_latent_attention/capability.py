@@ -19,3 +19,11 @@ def supports_forward(call: SparseLatentAttentionCall, target: Target) -> str | N
     if batch * length * heads * MAX_SPLITS > MAX_PROGRAMS:
         return f"{length} queries of {heads} heads, {batch} times, need more than {MAX_PROGRAMS} programs"
     return refusal(target, {"query": call.query, "key_value": call.key_value})
+
+
+def supports_backward(call: SparseLatentAttentionCall, target: Target) -> str | None:
+    tokens = call.query.shape[0] * call.key_value.shape[1]
+    entries = call.query.shape[0] * call.query.shape[1] * call.token_indices.shape[2]
+    if max(tokens, entries) > MAX_PROGRAMS:
+        return f"{tokens} tokens, named {entries} times, need more than {MAX_PROGRAMS} programs"
+    return supports_forward(call, target)

@@ -1,7 +1,7 @@
 """The forward phase: a program gathers the tokens that a query names, block by block, for some or all of its heads.
 
 A row is loaded once, as key and as value (DeepSeek-AI, DeepSeek-V3.2, 2025, section 2.1). With several splits of the tokens,
-partial results are summed by a second kernel. The XLA platform runs backward: it needs only `out` and `lse`.
+partial results are summed by a second kernel. Backward needs only `out` and `lse`.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -22,6 +22,9 @@ from ejkernel_triton._latents.config import LatentAttentionConfig
 from ejkernel_triton._latents.tiles import attend, store_rows
 from ejkernel_triton._numerics import dot_precision
 from ejkernel_triton._stored import load_rows
+from ejkernel_triton.sparse_latent_attention.gradients import backward
+
+__all__ = ["backward", "forward"]
 
 _MAX_SEARCH_BLOCK = 1024
 """Most slots of a query that are searched at once for those that name a token."""
