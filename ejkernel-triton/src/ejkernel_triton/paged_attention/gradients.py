@@ -26,6 +26,8 @@ from ejkernel_triton.paged_attention.params import PagedAttentionParams, params_
 TRITON_DTYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}
 _BIAS_BLOCK = 16
 """Queries and keys of a tile of the gradient of the bias."""
+_DIFFERENTIABLE = tuple(name for name in OPERATION.differentiable if not name.endswith("token_scale"))
+"""Calls with scales of stored rows are refused."""
 
 
 class _Shared(NamedTuple):
@@ -56,7 +58,7 @@ def backward(
     cotangents: PagedAttentionOutputs,
     config: BackwardConfig,
 ) -> PagedAttentionInputs:
-    moving = [name for name in OPERATION.differentiable if (array := getattr(inputs, name)) is not None and has_gradient(array)]
+    moving = [name for name in _DIFFERENTIABLE if (array := getattr(inputs, name)) is not None and has_gradient(array)]
     if call.query.size * call.kv_lens.shape[1] * call.value_size == 0:
         found = {name: jnp.zeros_like(getattr(inputs, name)) for name in moving}
     else:
@@ -111,9 +113,7 @@ def _gradients(
 def _nothing(call: PagedAttentionCall, inputs: PagedAttentionInputs) -> dict[str, Any]:
     """Without keys."""
     return {
-        name: jnp.zeros(array.shape, jnp.float32)
-        for name in OPERATION.differentiable
-        if (array := getattr(inputs, name)) is not None
+        name: jnp.zeros(array.shape, jnp.float32) for name in _DIFFERENTIABLE if (array := getattr(inputs, name)) is not None
     }
 
 
