@@ -25,25 +25,7 @@ pytestmark = [
 OTHERS = ("xla", "pallas", "cuda")
 EVERY = {**CALLS, **FROM_HIDDEN}
 
-MISSING = {
-    "deepseek_attn": ("gradient", "sparse_latent_attention backward"),
-    **dict.fromkeys(
-        (
-            "page_attention",
-            "prefill_page_attention",
-            "unified_attention",
-            "decode_attention",
-            "ragged_decode_attention",
-            "ragged_page_attention_v2",
-            "ragged_page_attention_v3",
-            "chunked_prefill_paged_decode",
-        ),
-        ("gradient", "paged_attention backward"),
-    ),
-    "paged_cache_update": ("gradient", "paged_cache_update backward"),
-    "multi_latent_ragged_page_attention": ("gradient", "latent_paged_attention backward"),
-    "multi_latent_ragged_page_attention_v2": ("gradient", "latent_paged_attention backward"),
-}
+MISSING: dict[str, tuple[str, str]] = {}
 """Function -> what of it does not run, and for want of which phase. What runs now is taken off this list, and nothing is added."""
 
 
