@@ -61,19 +61,18 @@ def test_members_of_a_batch(interpreted, scales, sizes):
     check_phases(OPERATION, kernel, call, inputs, (Config(16, 16, 32, 4, 2),) * 2)
 
 
-@pytest.mark.parametrize("capability", ["8.0", "8.9"])
-def test_float8_is_multiplied_in_float16_before_hopper(interpreted, capability):
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0"])
+def test_float8_is_multiplied_in_float16(interpreted, capability):
     found = bound((20,), 40, 24, "float8_e5m2", "float8_e5m2" if capability == "8.0" else "float8_e4m3fn")
     target = Target("gpu", "", capability)
-    assert config.widens(found.call, target) and not config.promotes(found.call, target)
+    assert config.widens(found.call, target)
     with ejkernel.use(target=target):
         check_phases(OPERATION, kernel, found.call, found.inputs, (Config(16, 16, 32, 4, 2),) * 2)
 
 
 def test_where_sums_may_have_fewer_bits():
     exact, fast, whole = bound().call, bound(precision="default").call, bound((4,), 8, 8, "int8", "int8").call
-    assert [config.promotes(call, H200) for call in (exact, fast, whole)] == [True, False, False]
-    assert not any(config.widens(call, H200) for call in (exact, fast, whole))
+    assert [config.widens(call, H200) for call in (exact, fast, whole)] == [True, False, False]
     assert [config.widens(call, Target("gpu", "", "8.9")) for call in (exact, fast, whole)] == [True, False, False]
     assert [config.widens(call, Target("gpu", "", "8.0")) for call in (exact, fast, whole)] == [True, True, False]
 
@@ -87,7 +86,8 @@ def test_large_tiles_use_one_byte_units_and_spill_nothing(triton_cache, name, pr
     for launch in launches:
         compiled = launch.compile(90)
         assert testing.stack_bytes(compiled) <= testing.tolerated_stack(), launch.constants
-        assert ("s32.s8.s8" if "int8" in name else "f32.e4m3.e4m3") in compiled.asm["ptx"]
+        float8 = "f32.e4m3.e4m3" if precision == "default" else "f32.f16.f16"
+        assert ("s32.s8.s8" if "int8" in name else float8) in compiled.asm["ptx"]
         assert compiled.metadata.shared <= 227 * 1024
 
 

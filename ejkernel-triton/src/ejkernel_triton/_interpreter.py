@@ -106,8 +106,7 @@ def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, *rest: Any)
     if a.dtype.scalar in _FLOAT8:
         left, right = (x.data.view(_FLOAT8[x.dtype.scalar]).astype(np.float32) for x in (a, b))
         total = np.matmul(left, right) + d.data
-        # where no promotion is asked for, a total has the 14 bits of Hopper's
-        return interpreter.TensorHandle(total if rest[0] else _short(total), d.dtype.scalar)
+        return interpreter.TensorHandle(total if rest[0] else _short(total), d.dtype.scalar)  # 14 bits, as Hopper's
     a, b = (builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
 
     def product(left: np.ndarray, right: np.ndarray, total: Any) -> Any:

@@ -14,8 +14,6 @@ LEAST = MIN_DOT_SIZE
 """Fewest rows and columns of a tile."""
 LEAST_DEPTH = 32
 """Shortest contraction of an MMA of one byte."""
-PROMOTED = 128
-"""Products that Hopper's float8 units sum in fewer bits before the sum is added in float32, as cuBLAS does."""
 _HOPPER: tuple[int, int] = (9, 0)
 _FEW = 64
 """Rows up to which loading rhs dominates."""
@@ -62,16 +60,10 @@ def programs(members: int, rows: int, columns: int, block_m: int, block_n: int) 
     return members * -(-rows // block_m) * -(-columns // block_n)
 
 
-def promotes(call: ScaledMatmulCall, target: Target) -> bool:
-    """Whether sums of float8 units are promoted to float32 all along."""
-    return call.in_float8 and call.precision != "default" and (target.capability or _HOPPER)[0] == 9
-
-
 def widens(call: ScaledMatmulCall, target: Target) -> bool:
-    """Whether float8 is multiplied in float16, which holds all its values: below 8.9, which has no float8 units, and where those
-    of 8.9 would sum in fewer bits than are asked for."""
-    capability = target.capability or _HOPPER
-    return call.in_float8 and (capability < (8, 9) or (capability < _HOPPER and call.precision != "default"))
+    """Whether float8 is multiplied in float16, which holds all its values: below 8.9, which has no float8 units, and where these
+    would sum in fewer bits than are asked for."""
+    return call.in_float8 and ((target.capability or _HOPPER) < (8, 9) or call.precision != "default")
 
 
 def forward_heuristic(call: ScaledMatmulCall, target: Target) -> Config:
@@ -132,11 +124,12 @@ def _cut(block: int, size: int, least: int) -> int:
 
 
 def _fits(call: ScaledMatmulCall, target: Target, config: Config, *, gradient: bool) -> bool:
-    """Whether a tile fits in shared memory and its sums in registers, twice if they are promoted, or end in two reductions."""
-    step = (config.block_m + config.block_n) * config.block_k
+    """Whether a tile fits in shared memory, where a widened one may take two bytes, and its sums in registers, more of which a
+    gradient's two reductions need."""
+    step = (config.block_m + config.block_n) * config.block_k * (2 if widens(call, target) else 1)
     end = config.block_m * config.block_n * 4
     held = config.block_m * config.block_n // (32 * config.num_warps)
-    in_registers = gradient or promotes(call, target) or (target.capability or _HOPPER) < _HOPPER
+    in_registers = gradient or widens(call, target) or (target.capability or _HOPPER) < _HOPPER
     return max(config.num_stages * step, end) <= shared_memory_limit(target) and held <= (64 if in_registers else 128)
 
 

@@ -1,7 +1,6 @@
 """A product of int8 or float8 tiles, whose sums are scaled before they leave the registers; gradients of scales form it again.
 
-On Hopper the float8 units keep 14 bits of a sum. Below `precision="default"` they may do so for a whole row; else every
-`PROMOTED` products are added to a sum in float32, whose registers the kernel pays for with smaller tiles.
+Hopper's float8 units keep 14 bits of a sum, which `precision="default"` allows. Else float8 is multiplied in float16.
 """
 
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -16,7 +15,7 @@ from ejkernel.operations.scaled_matmul.interface import ScaledMatmulCall, Scaled
 from ejkernel.plugin import current_target
 from ejkernel_triton._jax_triton import call_kernel
 from ejkernel_triton.grouped_matmul.kernel import tile_coordinate
-from ejkernel_triton.scaled_matmul.config import PROMOTED, Config, product_of, programs, promotes, widens
+from ejkernel_triton.scaled_matmul.config import Config, product_of, programs, widens
 
 
 @triton.jit
@@ -60,7 +59,6 @@ def unscaled_tile(
     TRANSPOSED: tl.constexpr,
     FLOAT8: tl.constexpr,
     WIDEN: tl.constexpr,
-    IMPRECISE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -92,10 +90,7 @@ def unscaled_tile(
             b_rhs = tl.load(p_rhs + o_rhs, mask=(m_k[:, None] & m_n) if MASKED else m_n, other=0.0)
         if WIDEN:
             b_lhs, b_rhs = in_float16(b_lhs), in_float16(b_rhs)
-        if FLOAT8:
-            b_acc = tl.dot(b_lhs, b_rhs, b_acc, max_num_imprecise_acc=IMPRECISE)
-        else:
-            b_acc = tl.dot(b_lhs, b_rhs, b_acc, out_dtype=tl.int32)
+        b_acc = tl.dot(b_lhs, b_rhs, b_acc, out_dtype=b_acc.dtype)
         p_lhs += BLOCK_K
         p_rhs += BLOCK_K if TRANSPOSED else BLOCK_K * N
     return b_acc.to(tl.float32)
@@ -126,7 +121,6 @@ def scaled_matmul_kernel(
     TRANSPOSED: tl.constexpr,
     FLOAT8: tl.constexpr,
     WIDEN: tl.constexpr,
-    IMPRECISE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -137,7 +131,7 @@ def scaled_matmul_kernel(
     i_member, i_m, i_n, _ = coordinate_of(rows, N, BLOCK_M, BLOCK_N, L2_SWIZZLE)
     b_acc = unscaled_tile(
         p_lhs, p_rhs, rows, i_member, i_m, i_n,
-        K, N, MATRICES, TRANSPOSED, FLOAT8, WIDEN, IMPRECISE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        K, N, MATRICES, TRANSPOSED, FLOAT8, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
     )  # fmt: skip
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -167,7 +161,6 @@ def scale_gradient_kernel(
     TRANSPOSED: tl.constexpr,
     FLOAT8: tl.constexpr,
     WIDEN: tl.constexpr,
-    IMPRECISE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -179,7 +172,7 @@ def scale_gradient_kernel(
     i_member, i_m, i_n, tiles = coordinate_of(rows, N, BLOCK_M, BLOCK_N, L2_SWIZZLE)
     b_acc = unscaled_tile(
         p_lhs, p_rhs, rows, i_member, i_m, i_n,
-        K, N, MATRICES, TRANSPOSED, FLOAT8, WIDEN, IMPRECISE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        K, N, MATRICES, TRANSPOSED, FLOAT8, WIDEN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
     )  # fmt: skip
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -217,7 +210,6 @@ def _launch(call: ScaledMatmulCall, inputs: ScaledMatmulInputs, config: Config) 
         lhs_scale = jnp.broadcast_to(lhs_scale, (batch, rows))
     if rhs_scale.size > 1:
         rhs_scale = jnp.broadcast_to(rhs_scale, (rhs_scale.shape[0], columns))
-    target = current_target()
     options = {
         "grid": programs(members, height, columns, config.block_m, config.block_n),
         "num_warps": config.num_warps,
@@ -229,8 +221,7 @@ def _launch(call: ScaledMatmulCall, inputs: ScaledMatmulInputs, config: Config) 
         "RHS_SCALES": rhs_scale.shape[0] if rhs_scale.size > 1 else 0,
         "TRANSPOSED": transposed,
         "FLOAT8": call.in_float8,
-        "WIDEN": widens(call, target),
-        "IMPRECISE": min(PROMOTED, config.block_k) if promotes(call, target) else None,
+        "WIDEN": widens(call, current_target()),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
