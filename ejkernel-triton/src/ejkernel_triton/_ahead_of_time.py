@@ -76,6 +76,7 @@ ALLOWED: tuple[Allowance, ...] = (
         for name in ("forward", "key_gradient", "query_gradient")
     ),
     Allowance("general_prepare_kernel", 0.12, "heads of 64: 0.38 ms on an H100, smaller tiles 0.53", {"BLOCK_K": 64}),
+    Allowance("latent_query_gradient_kernel", 0.2, "0.08 or 0.15 by the version of ptxas; not timed", {"BLOCK_V": 512}),
     *(
         Allowance(f"{name}_kernel", 0.55, _EXACT_LATENTS, {"BLOCK_V": 512}, dtypes=("float32",))
         for name in ("latent_query_gradient", "latent_page_gradient", "sparse_query_gradient", "sparse_part")
