@@ -3,7 +3,7 @@
 A head makes the logits of some rows at a time, in float32, in forward and again in backward.
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false
 import math
 from typing import Any
 

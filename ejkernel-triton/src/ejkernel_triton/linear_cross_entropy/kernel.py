@@ -4,7 +4,7 @@ more products form what x and the head get of it. Without gradients, the losses 
 A row is read twice, the second time in reverse order, and mostly from the cache.
 """
 
-# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false
 from typing import Any
 
 import jax
