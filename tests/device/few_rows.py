@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import pathlib
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from kernel_times import device_times
 
 import ejkernel
 from ejkernel.operations.fused_linear.interface import OPERATION
@@ -142,23 +142,6 @@ def brief(config: Any) -> str:
     return f"{'mma' if config.mma else 'fma'} {config.block_n}x{config.block_k} w{config.num_warps}{stages}"
 
 
-def device_times(program: Any, given: Any, repeats: int) -> tuple[float, dict[str, float]]:
-    """Median milliseconds of a program, and of all launches of each kernel."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    _, runs = profiler.Cupti(finalize=False).measure(program, iterations=repeats, aggregate=False)(given)
-    runs = runs if runs and isinstance(runs[0], list) else [runs]
-    kernels: dict[str, list[float]] = {}
-    for run in runs:
-        sums: dict[str, float] = {}
-        for name, milliseconds in run:
-            sums[name] = sums.get(name, 0.0) + milliseconds
-        for name, milliseconds in sums.items():
-            kernels.setdefault(name, []).append(milliseconds)
-    total = statistics.median(sum(milliseconds for _, milliseconds in run) for run in runs)
-    return total, {name: statistics.median(found) for name, found in kernels.items()}
-
-
 def beside(sizes: tuple[Size, ...], numbers: tuple[int, ...]) -> Iterator[Problem]:
     """Every size with each platform's default config."""
     for rows, size in itertools.product(numbers, sizes):
@@ -239,9 +222,9 @@ def main() -> None:
                     found, wanted = np.asarray(first[:, checked(first.shape[1])], np.float64), right(size, number)
                     row["error"] = float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
                     if not options.small:
-                        total, kernels = device_times(program, given, options.repeats)
-                        row["us"] = 1e3 * total / size.copies
-                        row["kernels_us"] = {name: 1e3 * each / size.copies for name, each in kernels.items()}
+                        total, kernels = device_times(program, (given,), options.repeats)
+                        row["us"] = 1e6 * total / size.copies
+                        row["kernels_us"] = {name: 1e6 * each / size.copies for name, each in kernels.items()}
                         row["gb_per_s"] = size.bytes / row["us"] / 1e3
                 except Exception as error:  # noqa: BLE001 - a config that fails is a result
                     row["failed"] = f"{type(error).__name__}: {error}"[:500]

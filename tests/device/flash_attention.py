@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from kernel_times import device_times
 
 from ejkernel.operations.flash_attention import reference
 from ejkernel.operations.flash_attention.interface import OPERATION, FlashAttentionOutputs
@@ -289,23 +290,6 @@ def judge(save: Any, name: str, phase: str, choice: Any, errors: dict[str, float
     detail = " ".join(f"{k} {v:.1e}" for k, v in errors.items()) or str(program).splitlines()[0][:150]
     save("numbers", {"case": name, "phase": phase, "config": str(choice), "passed": good, "detail": detail})
     return good
-
-
-def device_times(function: Any, arguments: tuple[Any, ...], repeats: int = 5) -> tuple[float, dict[str, float]]:
-    """Median device time of a call in seconds, and of each of its kernels."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    _, runs = profiler.Cupti(finalize=False).measure(function, iterations=repeats, aggregate=False)(*arguments)
-    runs = runs if runs and isinstance(runs[0], list) else [runs]
-    kernels: dict[str, list[float]] = {}
-    for run in runs:
-        sums: dict[str, float] = {}
-        for kernel_name, milliseconds in run:
-            sums[kernel_name] = sums.get(kernel_name, 0.0) + milliseconds / 1e3
-        for kernel_name, seconds in sums.items():
-            kernels.setdefault(kernel_name, []).append(seconds)
-    total = statistics.median(sum(milliseconds for _, milliseconds in run) / 1e3 for run in runs)
-    return total, {kernel_name: statistics.median(values) for kernel_name, values in kernels.items()}
 
 
 def time_configs(name: str, problem: Problem, save: Any, platform: Platform, heuristic_only: bool) -> None:

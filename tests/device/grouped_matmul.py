@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from check_gpu import versions
+from kernel_times import device_times
 
 from ejkernel.operations.grouped_matmul import reference
 from ejkernel.operations.grouped_matmul.interface import OPERATION, GroupedMatmulOutputs
@@ -241,23 +242,6 @@ def brief(choice: Any) -> str:
         return f"{tile.block_m}x{tile.block_n}x{tile.block_k} w{tile.num_warps} s{tile.num_stages} band{tile.l2_swizzle} {way}"
 
     return one(choice) if isinstance(choice, config.Tile) else f"{one(choice.tile_of_lhs)} | {one(choice.tile_of_rhs)}"
-
-
-def device_times(function: Any, arguments: tuple[Any, ...], repeats: int = 5) -> tuple[float, dict[str, float]]:
-    """Median device time of a call in seconds, and of each of its kernels."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    _, runs = profiler.Cupti(finalize=False).measure(function, iterations=repeats, aggregate=False)(*arguments)
-    runs = runs if runs and isinstance(runs[0], list) else [runs]
-    kernels: dict[str, list[float]] = {}
-    for run in runs:
-        sums: dict[str, float] = {}
-        for kernel_name, milliseconds in run:
-            sums[kernel_name] = sums.get(kernel_name, 0.0) + milliseconds / 1e3
-        for kernel_name, seconds in sums.items():
-            kernels.setdefault(kernel_name, []).append(seconds)
-    total = statistics.median(sum(milliseconds for _, milliseconds in run) / 1e3 for run in runs)
-    return total, {kernel_name: statistics.median(values) for kernel_name, values in kernels.items()}
 
 
 def phases(call: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from kernel_times import device_times
 
 import ejkernel
 from ejkernel.operations.newton_schulz.interface import COEFFICIENTS, OPERATION, STEPS
@@ -68,23 +68,6 @@ def brief(config: Any) -> str:
         return f"{sizes} {'tma' if tile.tma else 'pointers'}"
 
     return f"gram {one(config.gram)} | update {one(config.update)} swizzle{config.update_l2_swizzle}"
-
-
-def device_times(program: Any, x: Any, repeats: int) -> tuple[float, dict[str, float]]:
-    """Median milliseconds of a call, and of all launches of each kernel."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    _, runs = profiler.Cupti(finalize=False).measure(program, iterations=repeats, aggregate=False)(x)
-    runs = runs if runs and isinstance(runs[0], list) else [runs]
-    kernels: dict[str, list[float]] = {}
-    for run in runs:
-        sums: dict[str, float] = {}
-        for name, milliseconds in run:
-            sums[name] = sums.get(name, 0.0) + milliseconds
-        for name, milliseconds in sums.items():
-            kernels.setdefault(name, []).append(milliseconds)
-    total = statistics.median(sum(milliseconds for _, milliseconds in run) for run in runs)
-    return total, {name: statistics.median(found) for name, found in kernels.items()}
 
 
 def beside(small: bool) -> Iterator[tuple[tuple[int, ...], str, Run]]:
@@ -142,7 +125,8 @@ def main() -> None:
                     found = np.asarray(program(arrays[shape])[0], np.float64)
                     row["error"] = float(np.linalg.norm(found - right[shape]) / np.linalg.norm(right[shape]))
                     if not options.small:
-                        row["ms"], row["kernels_ms"] = device_times(program, arrays[shape], options.repeats)
+                        total, kernels = device_times(program, (arrays[shape],), options.repeats)
+                        row["ms"], row["kernels_ms"] = 1e3 * total, {name: 1e3 * each for name, each in kernels.items()}
                         general = 2 * shape[0] * shape[1] ** 2 * (2 * shape[2] + shape[1]) * STEPS
                         row["general_tflops"] = general / row["ms"] / 1e9
                 except Exception as error:  # noqa: BLE001 - a config that fails is a result
