@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_serve import bench, device, models
-from ejkernel_train.model import Context
 from ejkernel_train.operations import choose
+from ejkernel_train.parts import Context
 from ejkernel_train.sharding import Layout
 
 TOP_K, TOP_P, TEMPERATURE = 50, 0.95, 0.8

@@ -13,8 +13,9 @@ import numpy as np
 
 from ejkernel_serve.grammar import Guide
 from ejkernel_serve.vocabulary import TOKENS
-from ejkernel_train.model import Context, Model, rotary
+from ejkernel_train.model import Model, rotary
 from ejkernel_train.operations import choose
+from ejkernel_train.parts import Context
 from ejkernel_train.sharding import Layout
 
 

@@ -22,8 +22,9 @@ import ejkernel
 from ejkernel_serve.config import MAX_TOP_LOGPROBS
 from ejkernel_serve.layers import FEW, Layer, layers_of
 from ejkernel_train.config import ModelConfig
-from ejkernel_train.model import Context, Model, rotary
+from ejkernel_train.model import Model, rotary
 from ejkernel_train.operations import choose
+from ejkernel_train.parts import Context
 from ejkernel_train.sharding import Layout
 
 Array = jax.Array | np.ndarray[Any, Any]

@@ -17,7 +17,10 @@ import jax
 import jax.numpy as jnp
 
 import ejkernel
-from ejkernel_train.model import Attention, Block, Context, GatedAttention, Model, SwiGLU, heads
+from ejkernel_train.feed_forward import SwiGLU
+from ejkernel_train.mixers import Attention, GatedAttention
+from ejkernel_train.model import Block, Model
+from ejkernel_train.parts import Context, heads
 
 FEW = 64
 """Tokens up to which a product takes as long as reading its weight, and so what is around it belongs into it."""

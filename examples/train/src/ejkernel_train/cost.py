@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from ejkernel_train.config import ModelConfig, TrainConfig
-from ejkernel_train.model import Experts, Model
+from ejkernel_train.feed_forward import Experts
+from ejkernel_train.model import Model
 
 PEAK = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100": 312e12}
 """Dense bfloat16 products with float32 sums, operations per second, from the vendor's data sheets, by the device kind's start."""
