@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from public_kinds import ours
 
 from ejkernel_train import __main__ as command, export, public
-from ejkernel_train.config import TrainConfig
+from ejkernel_train.config import MODELS, TrainConfig
 from ejkernel_train.data import Packed
-from ejkernel_train.model import Model
+from ejkernel_train.model import Model, restacked
 from ejkernel_train.operations import choose
 from ejkernel_train.resume import model_of
 from ejkernel_train.step import initialise
@@ -144,18 +145,6 @@ def write(folder: Path, name: str, **changed: Any) -> dict[str, Any]:
     return config
 
 
-def ours(model: Model, tokens: np.ndarray, kernels: str) -> np.ndarray:
-    found: list[jax.Array] = []
-
-    def keep(hidden: jax.Array, head: jax.Array, *_: Any) -> jax.Array:
-        found.append(jnp.einsum("btd,vd->btv", hidden, head))
-        return jnp.zeros(())
-
-    operations = choose(kernels)._replace(cross_entropy=keep)
-    model.losses(Packed(jnp.asarray(tokens)[None], None), operations, "float32")
-    return np.asarray(found[0])[0]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_folder_is_read_and_written(name: str, tmp_path: Path):
     config, tokens = write(tmp_path, name), np.arange(40, dtype=np.int32) * 7 % 264
@@ -199,8 +188,8 @@ def test_scales_of_float8_are_those_of_the_weights(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"model_type": "gpt_oss"}, "model_type is 'gpt_oss'"),
-        ({"model_type": "qwen3_next"}, "model_type is 'qwen3_next'"),
+        ({"model_type": "gemma3_text"}, "model_type is 'gemma3_text'"),
+        ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"attention_bias": True}, "attention_bias is True; only False can be computed"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"sliding_window": 128}, "sliding_window is 128"),
@@ -249,17 +238,20 @@ def test_a_model_is_trained_further_and_exported(tmp_path: Path, capsys: pytest.
         assert said in capsys.readouterr().err
 
 
-def test_only_a_llama_or_a_moe_is_exported(tmp_path: Path):
+def test_all_but_the_state_space_is_exported(tmp_path: Path):
     model = initialise(TrainConfig(model="mamba2")).model
-    with pytest.raises(ValueError, match="the model has blocks of state_space; only a llama or a moe is exported"):
+    with pytest.raises(ValueError, match="the model has blocks of state_space; only a llama, a moe or a hybrid is exported"):
         public.save(model, tmp_path)
-    for name in ("llama", "moe"):
+    sized = Model(dataclasses.replace(MODELS["llama"]["tiny"], attention_bias=True), jax.random.key(0))
+    with pytest.raises(ValueError, match="attention_bias is True; only False can be computed"):
+        public.save(sized, tmp_path)
+    for name in ("llama", "moe", "hybrid"):
         model = initialise(TrainConfig(model=name, layers="unroll")).model
         public.save(model, tmp_path / name, "float32")
         found = public.load(tmp_path / name)
         assert dataclasses.replace(found.config, public="", balance=0) == dataclasses.replace(model.config, balance=0)
         assert json.loads((tmp_path / name / "config.json").read_text())["eos_token_id"] == 256
-        np.testing.assert_array_equal(found.blocks[0].mixer.query.weight[1], model.blocks[1].mixer.query.weight)
+        assert all(map(np.array_equal, jax.tree.leaves(restacked(found, False)), jax.tree.leaves(model)))
 
 
 def test_text_by_the_model_s_own_tokenizer(tmp_path: Path):

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-Mixer = Literal["attention", "gated_attention", "delta_rule", "state_space"]
+Mixer = Literal["attention", "window_attention", "gated_attention", "delta_rule", "state_space"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +18,14 @@ class ModelConfig:
         width: channels of the residual stream.
         vocabulary: rows of the embedding and the head.
         heads, key_heads, head_size: of attention; each key head serves `heads / key_heads` query heads.
+        window: tokens that window_attention sees, the last one of which is the token itself.
+        attention_bias: linear layers of attention add a bias.
+        sinks: attention has a learnt logit for each head beside those of the keys, which takes its share of the softmax.
         hidden: channels of the feed-forward layer, of each expert where there are any; 0 for blocks without one.
         experts, experts_per_token: of the mixture; 0 experts for a dense feed-forward layer.
+        expert_bias: the router and the experts add biases.
+        shared_hidden: channels of an expert that all tokens go to, behind a gate of its own; 0 for none.
+        swiglu_limit, swiglu_alpha: of the experts; with a limit they are clamped as in gpt-oss, see `plain.swiglu`.
         balance: weight of the loss that spreads tokens over the experts.
         linear_heads, linear_key_heads, linear_head_size: of the delta rule; the state space has `linear_heads` of this size.
         state_size, groups: of the state space: channels of B and C, and heads of B and C.
@@ -27,7 +33,7 @@ class ModelConfig:
         float8: large linear layers multiply in float8 with delayed scales.
         tied: the embedding is the head too, and there is no other.
         qk_norm: heads of queries and keys are normed before they are turned, as in Qwen3.
-        epsilon: of norms over the width, and of queries and keys.
+        epsilon: of norms over the width, of queries and keys, and of what the delta rule gives.
         public: what `config.json` of a public model says of its rotation and of the tokens around a document, as JSON, so that it
             can be hashed; "": base 10000, and the mark of `data.py`.
     """
@@ -39,9 +45,16 @@ class ModelConfig:
     heads: int = 0
     key_heads: int = 0
     head_size: int = 0
+    window: int = 0
+    attention_bias: bool = False
+    sinks: bool = False
     hidden: int = 0
     experts: int = 0
     experts_per_token: int = 0
+    expert_bias: bool = False
+    shared_hidden: int = 0
+    swiglu_limit: float = 0.0
+    swiglu_alpha: float = 1.0
     balance: float = 0.01
     linear_heads: int = 0
     linear_key_heads: int = 0

@@ -40,8 +40,9 @@ def mixer_operations(config: ModelConfig, mixer: str, length: int) -> float:
     Attention: two products of `2 D` for every pair of a query and a visible key. Recurrences as they are defined, token by
     token, though kernels do more in matrix products: the delta rule has three products with the state, Mamba-2 two.
     """
-    if mixer in ("attention", "gated_attention"):
-        return 4 * config.heads * config.head_size * length * (length + 1) / 2
+    if mixer in ("attention", "window_attention", "gated_attention"):
+        near = min(config.window, length) if mixer == "window_attention" else length
+        return 4 * config.heads * config.head_size * (near * (near + 1) / 2 + (length - near) * near)
     products, size = (3, config.linear_head_size) if mixer == "delta_rule" else (2, config.state_size)
     return 2 * products * config.linear_heads * config.linear_head_size * size * length
 

@@ -25,7 +25,7 @@ def add_rms_norm(x: jax.Array, residual: jax.Array, scale: jax.Array, epsilon: f
 
 
 def rope(query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return ejkernel.llama_rope(query, key, cos, sin)
+    return ejkernel.llama_rope(query, key, cos, sin, rotary_dim=2 * cos.shape[-1])
 
 
 def qk_norm_rope(
@@ -37,12 +37,23 @@ def qk_norm_rope(
     key_scale: jax.Array,
     epsilon: float = EPSILON,
 ) -> tuple[jax.Array, jax.Array]:
-    return ejkernel.fused_qk_norm_rope(query, key, cos, sin, query_scale, key_scale, epsilon=epsilon)
+    return ejkernel.fused_qk_norm_rope(
+        query, key, cos, sin, query_scale, key_scale, epsilon=epsilon, rotary_dim=2 * cos.shape[-1]
+    )
 
 
-def attention(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None = None) -> jax.Array:
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None = None,
+    *,
+    sinks: jax.Array | None = None,
+    window: int = 0,
+) -> jax.Array:
     info = None if documents is None else ejkernel.MaskInfo.from_segments(documents)
-    return ejkernel.flash_attention(query, key, value, causal=True, mask_info=info)
+    near = (window - 1, 0) if window else None
+    return ejkernel.flash_attention(query, key, value, causal=True, mask_info=info, softmax_aux=sinks, sliding_window=near)
 
 
 def cross_entropy(hidden: jax.Array, embedding: jax.Array, labels: jax.Array, layout: Layout) -> jax.Array:
@@ -58,8 +69,8 @@ def causal_conv1d(x: jax.Array, weight: jax.Array, documents: jax.Array | None =
     return ejkernel.causal_conv1d(x, weight, activation="silu", seg_ids=documents)
 
 
-def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array) -> jax.Array:
-    return ejkernel.gated_rms_norm(x, gate, scale, norm_before_gate=True, epsilon=EPSILON)
+def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array, epsilon: float = EPSILON) -> jax.Array:
+    return ejkernel.gated_rms_norm(x, gate, scale, norm_before_gate=True, epsilon=epsilon)
 
 
 def gated_delta_rule(
@@ -84,8 +95,9 @@ def gated_state_space(
     return ejkernel.gated_rms_norm(out.reshape(gate.shape), gate, scale, norm_before_gate=False, epsilon=EPSILON)
 
 
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return ejkernel.gated_linear_unit(gate, up)
+def swiglu(gate: jax.Array, up: jax.Array, limit: float = 0.0, alpha: float = 1.0) -> jax.Array:
+    clamped: dict[str, Any] = {"limit": limit, "alpha": alpha, "up_offset": 1.0} if limit else {}
+    return ejkernel.gated_linear_unit(gate, up, **clamped)
 
 
 def moe_route(logits: jax.Array, chosen: int) -> tuple[jax.Array, jax.Array]:
@@ -100,8 +112,8 @@ def moe_unpermute(rows: jax.Array, positions: jax.Array, weights: jax.Array) -> 
     return ejkernel.moe_unpermute(rows, positions, weights)
 
 
-def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
-    return ejkernel.grouped_matmul(rows, matrices, sizes)
+def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    return ejkernel.grouped_matmul(rows, matrices, sizes, bias=bias)
 
 
 def scaled_matmul(

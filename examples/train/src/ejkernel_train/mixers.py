@@ -18,7 +18,12 @@ from ejkernel_train.sharding import BATCH
 
 
 class Attention(eqx.Module):
-    """Causal attention with grouped key heads and rotary positions, as in Llama; with normed heads as in Qwen3."""
+    """Causal attention with grouped key heads and rotary positions, as in Llama; with normed heads as in Qwen3; with biases and
+    sinks as in gpt-oss.
+
+    Attributes:
+        window: tokens that each sees, itself included; 0 for all.
+    """
 
     query: Linear
     key: Linear
@@ -26,17 +31,22 @@ class Attention(eqx.Module):
     output: Linear
     query_scale: jax.Array | None
     key_scale: jax.Array | None
+    sinks: jax.Array | None
     config: ModelConfig = eqx.field(static=True)
+    window: int = eqx.field(static=True)
 
-    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+    def __init__(self, config: ModelConfig, key: jax.Array, window: int = 0) -> None:
         keys = jax.random.split(key, 4)
         inner, shared = config.heads * config.head_size, config.key_heads * config.head_size
-        self.query = Linear(keys[0], config.width, inner, config.float8)
-        self.key = Linear(keys[1], config.width, shared, config.float8)
-        self.value = Linear(keys[2], config.width, shared, config.float8)
-        self.output = Linear(keys[3], inner, config.width, config.float8)
+        options = config.float8, config.attention_bias
+        self.query = Linear(keys[0], config.width, inner, *options)
+        self.key = Linear(keys[1], config.width, shared, *options)
+        self.value = Linear(keys[2], config.width, shared, *options)
+        self.output = Linear(keys[3], inner, config.width, *options)
         self.query_scale, self.key_scale = jnp.ones((2, config.head_size)) if config.qk_norm else (None, None)
+        self.sinks = jnp.zeros(config.heads) if config.sinks else None
         self.config = config
+        self.window = window
 
     def project(self, x: jax.Array, context: Context, *others: Linear) -> Arrays:
         """Queries `[B, T, H, D]`, keys and values `[B, T, K, D]`, and x through other layers."""
@@ -54,7 +64,7 @@ class Attention(eqx.Module):
         else:
             norms = self.query_scale, self.key_scale, self.config.epsilon
             query, key = context.operations.qk_norm_rope(query, key, context.cos, context.sin, *norms)
-        return context.attend(query, key, value).reshape(*query.shape[:2], -1)
+        return context.attend(query, key, value, self.sinks, self.window).reshape(*query.shape[:2], -1)
 
 
 class GatedAttention(eqx.Module):
@@ -121,7 +131,7 @@ class DeltaRule(eqx.Module):
         beta = jax.nn.sigmoid(beta.astype(jnp.float32))
         decay = -jnp.exp(log_rate) * jax.nn.softplus(decay.astype(jnp.float32) + bias)
         out = operations.gated_delta_rule(query, key, heads(value, number), beta, decay, documents)
-        return operations.gated_rms_norm(out, heads(z, number), norm).reshape(*z.shape)
+        return operations.gated_rms_norm(out, heads(z, number), norm, self.config.epsilon).reshape(*z.shape)
 
 
 class StateSpace(eqx.Module):
@@ -180,8 +190,13 @@ def decays(key: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
     return jnp.log(jax.random.uniform(first, (number,), minval=1.0, maxval=16.0)), steps + jnp.log(-jnp.expm1(-steps))
 
 
+def window_attention(config: ModelConfig, key: jax.Array) -> Attention:
+    return Attention(config, key, config.window)
+
+
 MIXERS: dict[str, Callable[[ModelConfig, jax.Array], Any]] = {
     "attention": Attention,
+    "window_attention": window_attention,
     "gated_attention": GatedAttention,
     "delta_rule": DeltaRule,
     "state_space": StateSpace,

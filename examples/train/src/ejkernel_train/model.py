@@ -41,7 +41,9 @@ class Block(eqx.Module):
         self.mixer_norm = jnp.ones(config.width)
         self.mixer = MIXERS[mixer](config, first)
         self.feed_forward_norm = jnp.ones(config.width) if config.hidden else None
-        self.feed_forward = (Experts if config.experts else SwiGLU)(config, second) if config.hidden else None
+        self.feed_forward = None
+        if config.hidden:
+            self.feed_forward = Experts(config, second) if config.experts else SwiGLU(config, second, config.hidden)
         self.epsilon = config.epsilon
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:

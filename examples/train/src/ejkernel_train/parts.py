@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from ejkernel_train import plain
 from ejkernel_train.float8 import Float8, Narrow, initial_scales, linears
@@ -41,11 +42,15 @@ class Context(NamedTuple):
             return tuple(layer(x, self) for layer in layers)
         weights, scales, narrows = zip(*((layer.weight, layer.scales, layer.narrow) for layer in layers), strict=True)
         rows: Any = linears(self.float8, x.reshape(-1, x.shape[-1]), weights, scales, narrows)
-        return tuple(each.reshape(*x.shape[:-1], -1) for each in rows)
+        shaped = (each.reshape(*x.shape[:-1], -1) for each in rows)
+        return tuple(plus(each, layer.bias) for each, layer in zip(shaped, layers, strict=True))
 
-    def attend(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def attend(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None = None, window: int = 0
+    ) -> jax.Array:
         borders = () if self.documents is None else (self.documents,)
-        return self.operations.attention(query, key, value, *borders)
+        others: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
+        return self.operations.attention(query, key, value, *borders, **others, **({"window": window} if window else {}))
 
 
 def matrix(key: jax.Array, fan_in: int, *shape: int) -> jax.Array:
@@ -57,21 +62,29 @@ def heads(x: jax.Array, number: int) -> jax.Array:
     return x.reshape(*x.shape[:2], number, -1)
 
 
+def plus(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Added in float32."""
+    return x if bias is None else (x + bias).astype(x.dtype)
+
+
 class Linear(eqx.Module):
-    """`x @ weight`, weight `[inputs, outputs]`; in float8 where there are scales.
+    """`x @ weight + bias`, weight `[inputs, outputs]`; in float8 where there are scales.
 
     Attributes:
+        bias: None for none.
         narrow: the weight in float8; None: it is quantized anew wherever it is used.
     """
 
     weight: jax.Array
+    bias: jax.Array | None
     scales: jax.Array | None
     narrow: Narrow | None
 
-    def __init__(self, key: jax.Array, inputs: int, outputs: int, float8: bool = False) -> None:
+    def __init__(self, key: jax.Array, inputs: int, outputs: int, float8: bool = False, bias: bool = False) -> None:
         self.weight = matrix(key, inputs, inputs, outputs)
+        self.bias = jnp.zeros(outputs) if bias else None
         self.scales = initial_scales(self.weight) if float8 else None
         self.narrow = None
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        return x @ self.weight if self.scales is None else context.project(x, self)[0]
+        return plus(x @ self.weight, self.bias) if self.scales is None else context.project(x, self)[0]

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ejkernel_train import float8, plain
+from ejkernel_train import float8, plain, plain_experts
 from ejkernel_train.data import IGNORED
 from ejkernel_train.sharding import BATCH, Layout
 
@@ -104,8 +104,8 @@ def _stepped(x: jax.Array, dt: jax.Array) -> jax.Array:
     return (x.astype(plain.FLOAT32) * dt[..., None]).astype(x.dtype)
 
 
-def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
-    return ragged_dot.grouped_matmul(rows, matrices, sizes, impl="auto")
+def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    return plain_experts.with_bias(ragged_dot.grouped_matmul(rows, matrices, sizes, impl="auto"), sizes, bias)
 
 
 def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any, context: Any) -> jax.Array:

@@ -54,12 +54,13 @@ def add_rms_norm(x: jax.Array, residual: jax.Array, scale: jax.Array, epsilon: f
 
 def rope(query: jax.Array, key: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Queries `[B, T, H, D]` and keys `[B, T, K, D]`, turned by the angles `[T, D / 2]` or
-    `[B, T, D / 2]` of their positions."""
+    `[B, T, D / 2]` of their positions; with fewer angles, the first channels of each head."""
 
     def turn(x: jax.Array) -> jax.Array:
-        first, second = jnp.split(x.astype(FLOAT32), 2, axis=-1)
+        wide, pairs = x.astype(FLOAT32), cos.shape[-1]
+        first, second, rest = wide[..., :pairs], wide[..., pairs : 2 * pairs], wide[..., 2 * pairs :]
         c, s = cos[..., None, :], sin[..., None, :]
-        return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1).astype(x.dtype)
+        return jnp.concatenate([first * c - second * s, second * c + first * s, rest], axis=-1).astype(x.dtype)
 
     return turn(query), turn(key)
 
@@ -78,12 +79,48 @@ def qk_norm_rope(
     return rope(rms_norm(query, query_scale, epsilon), rms_norm(key, key_scale, epsilon), cos, sin)
 
 
-def attention(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array | None = None) -> jax.Array:
-    """Causal, within documents `[B, T]`: `[B, T, H, D], [B, T, K, D], [B, T, K, D] -> [B, T, H, D]`."""
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array | None = None,
+    *,
+    sinks: jax.Array | None = None,
+    window: int = 0,
+) -> jax.Array:
+    """Causal, within documents `[B, T]`: `[B, T, H, D], [B, T, K, D], [B, T, K, D] -> [B, T, H, D]`.
+
+    With a window each token sees so many, itself included; sinks `[H]` are logits of nothing beside those of the keys.
+    """
     cudnn = jax.default_backend() == "gpu" and query.dtype == jnp.bfloat16
     same = None if documents is None else (documents[:, :, None] == documents[:, None, :])[:, None]
     implementation = "cudnn" if cudnn else "xla"
-    return jax.nn.dot_product_attention(query, key, value, mask=same, is_causal=True, implementation=implementation)
+    if sinks is not None:
+        return _attention_with_sinks(query, key, value, same, sinks, window)
+    near = (window - 1, 0) if window else None
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=same, is_causal=True, local_window_size=near, implementation=implementation
+    )
+
+
+def _attention_with_sinks(
+    query: jax.Array, key: jax.Array, value: jax.Array, same: jax.Array | None, sinks: jax.Array, window: int
+) -> jax.Array:
+    """`same`: of one document, `[B, 1, T, T]`."""
+    length, shared = query.shape[1], key.shape[2]
+    seen = jnp.tril(jnp.ones((length, length), bool))
+    if window:
+        seen = seen & ~jnp.tril(seen, -window)
+    seen = seen if same is None else (seen & same)[:, :, None]
+    product = _products(query.dtype)
+    query = query.reshape(*query.shape[:2], shared, -1, query.shape[-1])
+    scores = jnp.where(seen, product("btkrd,bskd->bkrts", query, key) * query.shape[-1] ** -0.5, -jnp.inf)
+    own = sinks.astype(FLOAT32).reshape(shared, -1, 1, 1)
+    largest = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), own))
+    shares = jnp.exp(scores - largest)
+    shares = shares / (jnp.sum(shares, axis=-1, keepdims=True) + jnp.exp(own - largest))
+    out = product("bkrts,bskd->btkrd", shares, value)
+    return out.reshape(*out.shape[:2], -1, out.shape[-1]).astype(value.dtype)
 
 
 def cross_entropy(hidden: jax.Array, embedding: jax.Array, labels: jax.Array, layout: Layout) -> jax.Array:
@@ -118,10 +155,10 @@ def causal_conv1d(x: jax.Array, weight: jax.Array, documents: jax.Array | None =
 
 
 @lean
-def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array) -> jax.Array:
+def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array, epsilon: float = EPSILON) -> jax.Array:
     """`norm(x) * scale * silu(gate)`."""
     wide = x.astype(FLOAT32)
-    inverse = kept(jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPSILON))
+    inverse = kept(jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon))
     return (wide * inverse * scale * jax.nn.silu(gate.astype(FLOAT32))).astype(x.dtype)
 
 
@@ -242,10 +279,20 @@ def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any, context: Any) -> j
     return down(context.operations.swiglu(*context.project(x, gate, up)), context)
 
 
+def swiglu(gate: jax.Array, up: jax.Array, limit: float = 0.0, alpha: float = 1.0) -> jax.Array:
+    """`silu(gate) * up`, rounded once. With a limit `gate sigmoid(alpha gate) (up + 1)` of clamped arrays, as in gpt-oss."""
+    return _clamped_swiglu(gate, up, limit, alpha) if limit else _swiglu(gate, up)
+
+
 @lean
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """`silu(gate) * up`, rounded once."""
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return (jax.nn.silu(gate.astype(FLOAT32)) * up).astype(gate.dtype)
+
+
+@lean
+def _clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float, alpha: float) -> jax.Array:
+    wide, factor = jnp.minimum(gate.astype(FLOAT32), limit), jnp.clip(up.astype(FLOAT32), -limit, limit) + 1
+    return (wide * jax.nn.sigmoid(alpha * wide) * factor).astype(gate.dtype)
 
 
 moe_route, moe_permute, moe_unpermute = plain_experts.moe_route, plain_experts.moe_permute, plain_experts.moe_unpermute

@@ -84,12 +84,23 @@ def _sum_backward(saved: Any, cotangent: jax.Array) -> tuple[jax.Array, None, ja
 _sum.defvjp(lambda rows, places, weights: (_sum(rows, places, weights), (rows, places, weights)), _sum_backward)
 
 
-def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Consecutive groups of rows times a matrix each: `[M, K], [G, K, N], [G] -> [M, N]`; rows past the last group become 0."""
+def grouped_matmul(rows: jax.Array, matrices: jax.Array, sizes: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Consecutive groups of rows times a matrix each, and a bias each `[G, N]`: `[M, K], [G, K, N], [G] -> [M, N]`; rows past the
+    last group become 0."""
     if _by_kernels(rows, matrices):
         arrays = rows, matrices, sizes.astype(jnp.int32)
-        return _product(*vary_like(arrays, arrays))
-    return jax.lax.ragged_dot(rows, matrices, sizes)
+        return with_bias(_product(*vary_like(arrays, arrays)), sizes, bias)
+    return with_bias(jax.lax.ragged_dot(rows, matrices, sizes), sizes, bias)
+
+
+def with_bias(products: jax.Array, sizes: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """A bias for each group, of products `[M, N]`; none for the rows past the last group."""
+    if bias is None:
+        return products
+    ends = jnp.cumsum(sizes)
+    group = jnp.searchsorted(ends, jnp.arange(len(products)), side="right")
+    own = bias.astype(FLOAT32).at[group].get(mode="fill", fill_value=0)
+    return (products + own).astype(products.dtype)
 
 
 def _by_kernels(rows: jax.Array, matrices: jax.Array) -> bool:

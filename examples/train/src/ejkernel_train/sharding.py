@@ -25,7 +25,9 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(embedding|head)", P("tensor", "fsdp")),
     (r"(query|key|value|gate|up)\.weight", P("fsdp", "tensor")),
     (r"(output|down)\.weight", P("tensor", "fsdp")),
-    (r"(mixed|z|beta|decay|step|router)\.weight", P("fsdp", None)),
+    (r"(mixed|z|beta|decay|step|router|share)\.weight", P("fsdp", None)),
+    (r"feed_forward\.(gate|up)_bias", P("expert", "tensor")),
+    (r"feed_forward\.down_bias", P("expert", None)),
     (r"feed_forward\.(gate|up)", P("expert", "fsdp", "tensor")),  # of experts
     (r"feed_forward\.down", P("expert", "tensor", "fsdp")),
 )
@@ -137,6 +139,10 @@ class Layout:
 
     def mean_over_batch(self, tree: Tree) -> Tree:
         return tree if self.mesh is None else jax.lax.pmean(tree, BATCH)
+
+    def part_of_tensor(self, x: jax.Array) -> jax.Array:
+        """What summed over the devices along "tensor" is x."""
+        return x if self.mesh is None else x / self.mesh.shape["tensor"]
 
     def sum_over_tensor(self, x: jax.Array) -> jax.Array:
         return x if self.mesh is None else jax.lax.psum(x, "tensor")

@@ -61,9 +61,13 @@ def orthogonalized(weights: Model) -> Any:
 
 
 def decayed(weights: Model) -> Any:
-    """True at the matrices of blocks."""
+    """True at the matrices of blocks, of which biases of experts are none."""
+
+    def is_decayed(path: Any, leaf: jax.Array) -> bool:
+        return weights.is_matrix(leaf) and not jax.tree_util.keystr(path).endswith("_bias")
+
     nowhere = jax.tree.map(lambda leaf: False, weights)
-    return eqx.tree_at(lambda model: model.blocks, nowhere, jax.tree.map(weights.is_matrix, weights.blocks))
+    return eqx.tree_at(lambda model: model.blocks, nowhere, jax.tree_util.tree_map_with_path(is_decayed, weights.blocks))
 
 
 def split(model: Model) -> tuple[Model, Model]:
