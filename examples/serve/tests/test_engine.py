@@ -150,7 +150,7 @@ def test_pages_are_written_in_place(model: Model):
         engine = Engine(model, EngineConfig(pages=1000, max_length=64, max_requests=4, buckets=(4,), drafts=drafts))
         pages = device.empty_pages(model.config, 1000, 16, "float32")
         program = jax.jit(device.step, donate_argnums=1).lower(weights, pages, engine.batch([])).compile()
-        size = sum(each.nbytes for each in pages)
+        size = sum(each.nbytes for each in jax.tree.leaves(pages))
         memory = program.memory_analysis()
         assert memory is not None and memory.alias_size_in_bytes == size
         assert memory.temp_size_in_bytes < size / 20
@@ -168,7 +168,7 @@ def test_a_mixture_of_experts():
 
 def test_models_that_keep_states_are_refused():
     model = Model(MODELS["mamba2"]["tiny"], jax.random.key(0))
-    with pytest.raises(ValueError, match="blocks of state_space, whose states have no pages; serve llama or moe"):
+    with pytest.raises(ValueError, match="blocks of state_space, whose states have no slots; serve llama, moe or hybrid"):
         Engine(model, EngineConfig())
 
 

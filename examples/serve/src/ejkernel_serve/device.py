@@ -1,7 +1,8 @@
 """What a step computes on the device: the trainer's own blocks, with attention that writes and reads pages.
 
 Shapes: N tokens of all requests one after the other, R requests, W pages of the longest one, S tokens that are drawn, A logits of
-each that are adjusted; P pages of each of L layers, of T tokens, K key heads and D channels.
+each that are adjusted; P pages of each of L layers with attention, of T tokens, K key heads and D channels; M slots for the states
+of requests in each layer with a recurrence.
 
 What most requests do not ask for is absent from their batches, and so from the program that runs them.
 """
@@ -22,12 +23,16 @@ import ejkernel
 from ejkernel_serve.config import MAX_TOP_LOGPROBS
 from ejkernel_serve.layers import FEW, Layer, layers_of
 from ejkernel_train.config import ModelConfig
+from ejkernel_train.mixers import DeltaRule
 from ejkernel_train.model import Model, rotary
 from ejkernel_train.operations import choose
 from ejkernel_train.parts import Context
 from ejkernel_train.sharding import Layout
 
 Array = jax.Array | np.ndarray[Any, Any]
+
+PAGED, STATEFUL = ("attention", "window_attention", "gated_attention"), ("delta_rule",)
+"""Mixers whose past is in pages, and those who have a state for each request."""
 
 TOP = (0, 5, MAX_TOP_LOGPROBS)
 """Numbers of likeliest tokens that a program reports."""
@@ -39,10 +44,17 @@ def adjusted_sizes(tokens: int) -> tuple[int, ...]:
 
 
 class Pages(NamedTuple):
-    """Keys and values `[L * P, T, K, D]`: page p of layer l is row `l P + p`, so that no layer is ever cut out of its array."""
+    """Keys and values `[L * P, T, K, D]`: page p of layer l is row `l P + p`, so that no layer is ever cut out of its array.
+
+    Attributes:
+        states: float32, of delta rules, one for each slot: slot m of layer l is row `l M + m`. None for models without.
+        inputs: the last inputs of their short convolutions, in the same rows.
+    """
 
     keys: jax.Array
     values: jax.Array
+    states: jax.Array | None = None
+    inputs: jax.Array | None = None
 
 
 class Batch(NamedTuple):
@@ -69,6 +81,7 @@ class Batch(NamedTuple):
         allowed: uint32 `[S, ceil(Weights.tokens / 32)]`, a bit for each token that may be drawn, the lowest first. None: all.
         targets: int32 `[S]`, tokens whose log-probabilities are reported instead of those of the drawn ones; -1: the drawn one's.
             None: -1.
+        slots: int32 `[R]`, the slot of each request's states; -1: none. None of models without states.
     """
 
     tokens: Array
@@ -89,6 +102,7 @@ class Batch(NamedTuple):
     bias: Array | None = None
     allowed: Array | None = None
     targets: Array | None = None
+    slots: Array | None = None
 
 
 class Draws(NamedTuple):
@@ -140,12 +154,13 @@ def prepare(model: Model, dtype: str, positions: int, tokens: int) -> Weights:
     """Parameters in the dtype of the products, for a vocabulary of so many tokens.
 
     Raises:
-        ValueError: the model keeps something else than the keys and values of attention, or has fewer tokens.
+        ValueError: the model keeps something else than keys and values of attention and states of delta rules, or has fewer
+            tokens.
     """
     config = model.config
-    others = sorted({*config.pattern} - {"attention", "gated_attention"})
+    others = sorted({*config.pattern} - {*PAGED, *STATEFUL})
     if others:
-        raise ValueError(f"the model has blocks of {', '.join(others)}, whose states have no pages; serve llama or moe")
+        raise ValueError(f"the model has blocks of {', '.join(others)}, whose states have no slots; serve llama, moe or hybrid")
     if config.vocabulary < tokens:
         raise ValueError(f"the model has a vocabulary of {config.vocabulary}; bytes and a mark need {tokens}")
     layers = tuple(layers_of(model.compute_copy(dtype)))
@@ -153,23 +168,31 @@ def prepare(model: Model, dtype: str, positions: int, tokens: int) -> Weights:
     return Weights(embedding, layers, model.norm, head, *rotary(config, positions), config.epsilon, tokens)
 
 
-def empty_pages(config: ModelConfig, pages: int, page_size: int, dtype: str) -> Pages:
-    shape = config.layers * pages, page_size, config.key_heads, config.head_size
-    return Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+def empty_pages(config: ModelConfig, pages: int, page_size: int, dtype: str, slots: int = 0) -> Pages:
+    recurrent = sum(mixer in STATEFUL for mixer in config.pattern) * config.repeats
+    shape = (config.layers - recurrent) * pages, page_size, config.key_heads, config.head_size
+    keys, values = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+    if not recurrent:
+        return Pages(keys, values)
+    size, number = config.linear_head_size, config.linear_heads
+    states = jnp.zeros((recurrent * slots, number, size, size), jnp.float32)
+    inputs = recurrent * slots, config.filter - 1, size * (number + 2 * config.linear_key_heads)
+    return Pages(keys, values, states, jnp.zeros(inputs, dtype))
 
 
-def step(weights: Weights, pages: Pages, batch: Batch, top: int = 0) -> tuple[Pages, Draws]:
+def step(weights: Weights, pages: Pages, batch: Batch, top: int = 0, begins: bool = True) -> tuple[Pages, Draws]:
     """Compute the new tokens, and draw what comes after some of them; report so many of the likeliest there.
+
+    `begins`: requests may begin in this step, whose states are 0 whatever their slots hold.
 
     Returns:
         The pages with the new tokens' keys and values, in place if they are donated; what was drawn.
     """
     angles = weights.cos[batch.positions], weights.sin[batch.positions]
-    per_layer = len(pages.keys) // len(weights.layers)
     x = weights.embedding[batch.tokens][None]
-    run = jax.jit(_block)  # so that the layers are traced and lowered once
-    for number, layer in enumerate(weights.layers):
-        x, pages = run(layer, x, angles, pages, batch, jnp.int32(number * per_layer))
+    run = jax.jit(_block, static_argnames="begins")  # so that the layers are traced and lowered once
+    for layer, first in zip(weights.layers, _first_rows(weights.layers, pages), strict=True):
+        x, pages = run(layer, x, angles, pages, batch, jnp.int32(first), begins=begins)
     rows, head = x[0, batch.rows], weights.embedding if weights.head is None else weights.head
     if len(rows) <= FEW:
         logits = ejkernel.fused_linear(rows, head, weights.norm, epsilon=weights.epsilon)
@@ -190,7 +213,7 @@ def steps(weights: Weights, pages: Pages, batch: Batch, before: jax.Array, numbe
 
     def one(carry: tuple[Pages, Batch], _: None) -> tuple[tuple[Pages, Batch], Draws]:
         pages, batch = carry
-        pages, draws = step(weights, pages, batch, top)
+        pages, draws = step(weights, pages, batch, top, begins=False)
         following = batch._replace(
             tokens=with_rows(batch.tokens, draws.tokens),
             positions=batch.positions + 1,
@@ -278,20 +301,85 @@ def draws_of(words: np.ndarray[Any, Any]) -> Draws:
     return Draws(*drawn, top_tokens, numbers(top_logprobs)) if top else Draws(*drawn)
 
 
+def _first_rows(layers: Sequence[Layer], pages: Pages) -> list[int]:
+    """Of every layer, among the pages or among the states."""
+    recurrent = [isinstance(layer.block.mixer, DeltaRule) for layer in layers]
+    kept = {False: len(pages.keys), True: 0 if pages.states is None else len(pages.states)}
+    return [recurrent[:number].count(kind) * (kept[kind] // recurrent.count(kind)) for number, kind in enumerate(recurrent)]
+
+
 def _block(
-    layer: Layer, x: jax.Array, angles: tuple[jax.Array, jax.Array], pages: Pages, batch: Batch, first: jax.Array
+    layer: Layer,
+    x: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    pages: Pages,
+    batch: Batch,
+    first: jax.Array,
+    begins: bool,
 ) -> tuple[jax.Array, Pages]:
-    """A layer on the stream `[1, N, d]`; its pages begin at row `first`."""
-    where = batch.lengths, batch.tables + first, batch.starts
-    written = pages
+    """A layer on the stream `[1, N, d]`; its pages, or its states, begin at row `first`."""
+    kept = _Kept(pages, batch, first, begins)
+    operations = choose("ejkernel")._replace(
+        attention=kept.attention, causal_conv1d=kept.causal_conv1d, gated_delta_rule=kept.gated_delta_rule
+    )
+    return layer(x, Context(operations, Layout(), *angles)), kept.pages
 
-    def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:  # [1, N, heads, D] each
-        nonlocal written
-        written = Pages(*ejkernel.paged_cache_update(key[0], value[0], *pages, *where))
-        return ejkernel.unified_attention(query[0], *written, *where, qq_bias=batch.tree)[None]
 
-    operations = choose("ejkernel")._replace(attention=attention)
-    return layer(x, Context(operations, Layout(), *angles)), written
+class _Kept:
+    """Operations of one layer that go on from what earlier steps have kept; `pages` is what comes after them."""
+
+    def __init__(self, pages: Pages, batch: Batch, first: jax.Array, begins: bool) -> None:
+        self.pages, self._batch, self._first, self._begins = pages, batch, first, begins
+
+    def attention(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, *, sinks: jax.Array | None = None, window: int = 0
+    ) -> jax.Array:
+        """`[1, N, heads, D]` each."""
+        batch, before = self._batch, self.pages
+        where = batch.lengths, batch.tables + self._first, batch.starts
+        keys, values = ejkernel.paged_cache_update(key[0], value[0], before.keys, before.values, *where)
+        self.pages = before._replace(keys=keys, values=values)
+        options: dict[str, Any] = {"softmax_aux": sinks, "sliding_window": window or None}
+        return ejkernel.unified_attention(query[0], keys, values, *where, qq_bias=batch.tree, **options)[None]
+
+    def causal_conv1d(self, x: jax.Array, weight: jax.Array, documents: None = None) -> jax.Array:
+        """`[1, N, C]`."""
+        inputs = self.pages.inputs
+        assert inputs is not None
+        rows = self._rows(len(inputs))
+        before = inputs.at[rows].get(mode="fill", fill_value=0)
+        before = jnp.where(self._new()[:, None, None], 0, before).astype(x.dtype)
+        out, after = ejkernel.causal_conv1d(
+            x, weight, activation="silu", initial_state=before, return_state=True, cu_seqlens=self._batch.starts
+        )
+        self.pages = self.pages._replace(inputs=inputs.at[rows].set(after.astype(inputs.dtype), mode="drop"))
+        return out
+
+    def gated_delta_rule(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, beta: jax.Array, decay: jax.Array, documents: None = None
+    ) -> jax.Array:
+        """`[1, N, heads, ...]` each."""
+        states = self.pages.states
+        assert states is not None
+        rows = self._rows(len(states))
+        if self._begins:
+            states = states.at[jnp.where(self._new(), rows, len(states))].set(0, mode="drop")
+        slots = jnp.where(rows < len(states), rows, -1)
+        out, states = ejkernel.ragged_gated_delta_rule(
+            query[0], key[0], value[0], beta[0], decay[0], states, self._batch.starts, slots
+        )
+        self.pages = self.pages._replace(states=states)
+        return out[None]
+
+    def _rows(self, number: int) -> jax.Array:
+        """Of each request, beyond the last one for none."""
+        slots = jnp.asarray(self._batch.slots)
+        return jnp.where(slots < 0, number, slots + self._first)
+
+    def _new(self) -> jax.Array:
+        """Which requests begin: their first token in this step is that of their text."""
+        starts, positions = jnp.asarray(self._batch.starts), jnp.asarray(self._batch.positions)
+        return (starts[1:] > starts[:-1]) & (positions.at[starts[:-1]].get(mode="clip") == 0)
 
 
 def _draw(logits: jax.Array, batch: Batch, top: int, size: int) -> Draws:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Sequence
@@ -34,11 +35,18 @@ class Engine:
         """Raises:
         ValueError: a model that cannot be served, see `device.prepare`.
         """
+        self._stateful = not {*model.config.pattern}.isdisjoint(device.STATEFUL)
+        if self._stateful:
+            if config.drafts:
+                raise ValueError(f"drafts is {config.drafts}; a model with states that cannot go back has 0")
+            config = dataclasses.replace(config, prefix_reuse=False)
+        # a branch's tokens lie behind those of the branches before it, so a window would end elsewhere
+        propose = speculative.propose_chain if "window_attention" in model.config.pattern else speculative.propose
         self.config, self.vocabulary = config, vocabulary
-        self.scheduler = Scheduler(config, ends=vocabulary.ends)
+        self.scheduler = Scheduler(config, ends=vocabulary.ends, propose=propose)
         self._lock = threading.Lock()
         weights = device.prepare(model, config.dtype, config.max_length, vocabulary.size)
-        pages = device.empty_pages(model.config, config.pages, config.page_size, config.dtype)
+        pages = device.empty_pages(model.config, config.pages, config.page_size, config.dtype, config.max_requests)
         # placed, as restored weights are: with pages that were not, the first step's program would be another than later ones'
         weights, self._pages = jax.device_put((weights, pages), jax.devices()[0])
         self._weights, structure = jax.tree.flatten(weights)
@@ -163,6 +171,7 @@ class Engine:
             top_k=np.zeros(rows, np.int32),
             top_p=np.ones(rows, np.float32),
             targets=np.full(rows, -1, np.int32) if scores else None,
+            slots=np.full(requests, -1, np.int32) if self._stateful else None,
         )
 
     def batch(self, chunks: Sequence[Chunk]) -> device.Batch:
@@ -183,6 +192,8 @@ class Engine:
             batch.starts[number + 1 :] = end
             batch.lengths[number] = done + len(drafts)
             batch.tables[number, : len(request.pages)] = request.pages
+            if batch.slots is not None:
+                batch.slots[number] = request.slot
             if batch.tree is not None:
                 batch.tree[number] = speculative.tree_bias(drafts, 1 + self.config.drafts)
             if batch.targets is not None:

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 
 import ejkernel
-from ejkernel_train.feed_forward import SwiGLU
-from ejkernel_train.mixers import Attention, GatedAttention
+from ejkernel_train.feed_forward import Experts, SwiGLU
+from ejkernel_train.mixers import Attention, DeltaRule, GatedAttention
 from ejkernel_train.model import Block, Model
-from ejkernel_train.parts import Context, heads
+from ejkernel_train.parts import Context, heads, plus
 
 FEW = 64
 """Tokens up to which a product takes as long as reading its weight, and so what is around it belongs into it."""
@@ -33,11 +33,12 @@ class Rows(eqx.Module):
     """
 
     weight: jax.Array
+    bias: jax.Array | None
     start: int
     stop: int
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        return jnp.einsum("...i,oi->...o", x, self.weight)[..., self.start : self.stop]
+        return plus(jnp.einsum("...i,oi->...o", x, self.weight)[..., self.start : self.stop], self.bias)
 
 
 class Layer(eqx.Module):
@@ -46,23 +47,26 @@ class Layer(eqx.Module):
     Attributes:
         block: the rest of it.
         weights: `[sum of widths, inputs]` of all layers that read the same.
-        widths: outputs of each of these.
+        biases: of each of these, None for none.
+        widths: outputs of each.
     """
 
     block: Block
     weights: tuple[jax.Array, ...]
+    biases: tuple[tuple[jax.Array | None, ...], ...]
     widths: tuple[tuple[int, ...], ...] = eqx.field(static=True)
 
     def __init__(self, block: Block) -> None:
         own = [[layer.weight.T for layer in layers] for layers in _by_input(block)]
         self.block = eqx.tree_at(_linear, block, [None for _ in _linear(block)])
         self.weights = tuple(jnp.concatenate(each) for each in own)
+        self.biases = tuple(tuple(layer.bias for layer in layers) for layers in _by_input(block))
         self.widths = tuple(tuple(len(weight) for weight in each) for each in own)
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """The stream `[1, N, d]` after this layer."""
         dense = isinstance(self.block.mixer, Attention) and isinstance(self.block.feed_forward, SwiGLU)
-        if dense and x.shape[1] <= FEW:
+        if dense and not jax.tree.leaves(self.biases) and x.shape[1] <= FEW:
             return self._of_few(x, context)
         return self.whole()(x, context)[0]
 
@@ -80,9 +84,9 @@ class Layer(eqx.Module):
     def whole(self) -> Block:
         """The block, with layers that read their rows."""
         rows = [
-            Rows(weight, start, stop)
-            for weight, widths in zip(self.weights, self.widths, strict=True)
-            for start, stop in pairwise(accumulate(widths, initial=0))
+            Rows(weight, bias, start, stop)
+            for weight, biases, widths in zip(self.weights, self.biases, self.widths, strict=True)
+            for bias, (start, stop) in zip(biases, pairwise(accumulate(widths, initial=0)), strict=True)
         ]
         return eqx.tree_at(_linear, self.block, rows, is_leaf=lambda node: node is None)
 
@@ -100,9 +104,14 @@ def layers_of(model: Model) -> Iterator[Layer]:
 
 def _by_input(block: Block) -> list[list[Any]]:
     """The linear layers, those together that read the same."""
-    gated, dense = isinstance(block.mixer, GatedAttention), block.feed_forward
-    attention = block.mixer.attention if gated else block.mixer
-    found = [[attention.query, attention.key, attention.value, *([block.mixer.gate] if gated else [])], [attention.output]]
+    mixer, dense = block.mixer, block.feed_forward
+    if isinstance(dense, Experts):
+        dense = dense.shared
+    if isinstance(mixer, DeltaRule):
+        found = [[mixer.mixed, mixer.z, mixer.beta, mixer.decay], [mixer.output]]
+    else:
+        gates, attention = ([mixer.gate], mixer.attention) if isinstance(mixer, GatedAttention) else ([], mixer)
+        found = [[attention.query, attention.key, attention.value, *gates], [attention.output]]
     return [*found, [dense.gate, dense.up], [dense.down]] if isinstance(dense, SwiGLU) else found
 
 

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-folder", type=Path, metavar="FOLDER", help="a public model, or what `ejkernel_train.export` wrote"
     )
     source.add_argument("--random", choices=list(DEFAULTS), metavar="SIZE", help="random weights of this size, to try it out")
-    add("--model", choices=["llama", "moe"], default="llama")
+    add("--model", choices=["llama", "moe", "hybrid"], default="llama")
     add("--size", choices=list(DEFAULTS), default="tiny", help="of the checkpoint's model")
     sizes = EngineConfig()
     add("--pages", type=int, default=sizes.pages, help="of the cache")

@@ -43,6 +43,7 @@ class Request:
         prompt_logprobs, prompt_top_logprobs: of the prompt's tokens from the second on, if it asks for these. They are found in
             order, and stay when the request loses its pages.
         pages: those that it holds, in order.
+        slot: of its states, in models that have any, while it runs; else -1.
         computed: how many tokens have their keys and values in the pages.
         reused: how many of them it did not have to compute, when it was last admitted.
         preemptions: how often it lost its pages.
@@ -60,6 +61,7 @@ class Request:
     prompt_top_logprobs: list[Top] = dataclasses.field(default_factory=list[Top])
     pages: list[int] = dataclasses.field(default_factory=list[int])
     hashes: list[bytes] = dataclasses.field(default_factory=list[bytes])
+    slot: int = -1
     computed: int = 0
     reused: int = 0
     preemptions: int = 0
@@ -154,6 +156,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._numbers = itertools.count()
+        self._slots = list(reversed(range(config.max_requests)))
 
     @property
     def busy(self) -> bool:
@@ -256,8 +259,11 @@ class Scheduler:
         return news
 
     def check(self) -> None:
-        """That no page is lost; see `PageCache.check`."""
+        """That no page and no slot is lost; see `PageCache.check`."""
         self.cache.check([request.pages for request in (*self.waiting, *self.running)])
+        held = [request.slot for request in self.running]
+        if sorted([*self._slots, *held]) != list(range(self.config.max_requests)):
+            raise RuntimeError(f"slots {self._slots} are free and {held} held, of {self.config.max_requests}")
 
     def _decoding(self) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -362,7 +368,7 @@ class Scheduler:
         if needed - len(known) > self.cache.available:
             self.cache.release(known)
             return False
-        request.pages = known
+        request.pages, request.slot = known, self._slots.pop()
         request.computed = request.reused = len(known) * self.config.page_size
         self.running.append(self.waiting.popleft())
         return True
@@ -395,4 +401,6 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.cache.release(request.pages)
-        request.pages, request.computed = [], 0
+        if request.slot >= 0:
+            self._slots.append(request.slot)
+        request.pages, request.computed, request.slot = [], 0, -1

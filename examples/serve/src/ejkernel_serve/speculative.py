@@ -40,6 +40,12 @@ def propose(tokens: Sequence[int], number: int) -> tuple[Draft, ...]:
     return tuple(drafts)
 
 
+def propose_chain(tokens: Sequence[int], number: int) -> tuple[Draft, ...]:
+    """Those of the latest place alone, one after the other."""
+    drafts = propose(tokens, number)
+    return drafts[: next((index for index, draft in enumerate(drafts) if draft.parent != index - 1), len(drafts))]
+
+
 def children(drafts: Sequence[Draft], parent: int) -> dict[int, int]:
     """By token the drafts after `parent`."""
     return {draft.token: index for index, draft in enumerate(drafts) if draft.parent == parent}
