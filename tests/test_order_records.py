@@ -17,7 +17,19 @@ import ejkernel
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
-KNOWN: dict[tuple[str, str, str], str] = {}
+_UNKNOWN_LENGTHS = "lengths are not known before a program runs, and with as many keys as there is room for CUDA's is faster"
+KNOWN: dict[tuple[str, str, str], str] = {
+    **{
+        ("unified_attention", f"{requests} x 1 of {keys}, room {room} H32/8 D128 page 16", "forward"): _UNKNOWN_LENGTHS
+        for requests, keys, room in ((1, 200, 8192), (1, 1000, 8192), (4, 200, 8192), (4, 200, 1024))
+    },
+    (
+        "fused_kl_divergence",
+        "1024x50257",
+        "forward",
+    ): "with gradients, which the forward decides on, Triton's is 1.19 times as fast",
+    ("gated_linear_unit", "16384x14336 silu", "forward"): "XLA may fuse its own with what stands beside it",
+}
 """Function, problem and phase -> why the default may be slower there."""
 
 
@@ -35,15 +47,16 @@ TOOL = script(ROOT / "tools" / "default_order.py")
 
 
 @functools.cache
-def recorded() -> tuple[Any, ...]:
-    """Every kept row, with today's choice."""
+def recorded(without: tuple[str, ...] = ()) -> tuple[Any, ...]:
+    """Every kept row, with today's choice where these platforms are not installed."""
     contents = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    return tuple(TOOL.rows_of([content for content in contents if TOOL.is_record(content)]))
+    return tuple(TOOL.rows_of([content for content in contents if TOOL.is_record(content)], without))
 
 
 @pytest.mark.unsampled  # one problem that was not seen in time is one too many
-def test_the_default_is_never_slower():
-    lost = [row for row in recorded() if row.lost and (row.function, row.problem, row.phase) not in KNOWN]
+@pytest.mark.parametrize("without", [(), ("cuda",), ("cuda", "pallas")], ids=lambda without: ",".join(without) or "nothing")
+def test_the_default_is_never_slower(without: tuple[str, ...]):
+    lost = [row for row in recorded(without) if row.lost and (row.function, row.problem, row.phase) not in KNOWN]
     assert not lost, "\n".join(["", *TOOL.losses(lost)])
 
 

@@ -26,7 +26,8 @@ from ejkernel_bench._standing import Standing, against, standing
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from measured import filled  # noqa: E402 - a script beside this one, also where a test loads this file
+import default_order  # noqa: E402 - scripts beside this one, also where a test loads this file
+from measured import filled  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PLATFORMS = ("xla", "triton", "pallas", "cuda")
@@ -410,6 +411,14 @@ def wide_recurrences() -> str:
     return "\n".join(rows)
 
 
+def grid_of_shapes() -> str:
+    """The times of every record of tests/device/orders.py, by operation, phase and kind of shape."""
+    contents = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    rows = default_order.rows_of([content for content in contents if default_order.is_record(content)])
+    lost = sum(row.lost for row in rows)
+    return "\n".join(["```text", f"The default lost {lost} of {len(rows)} calls.", "", *default_order.orders(rows), "```"])
+
+
 def _lost_row(record: str, made: str, case: Case, found: Standing) -> str:
     assert case.ours and found.ratio and found.interval
     low, high = found.interval
@@ -423,6 +432,7 @@ PAGES = {
     "docs/support.md": {"support": support},
     "docs/environment.md": {"variables": variables},
     "docs/evidence/losses.md": {"losses": losses},
+    "docs/evidence/default_order.md": {"grid of shapes": grid_of_shapes},
     "docs/install.md": {"versions": versions},
     "docs/tutorials/train_a_model.md": {"several devices": scaling},
     "docs/evidence/benchmarks_cpu.md": {"speed": speed},

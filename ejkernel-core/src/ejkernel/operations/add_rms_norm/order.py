@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ejkernel.call.order import Rule
-from ejkernel.operations.common.order import FIRST, TRITON
+from ejkernel.operations.add_rms_norm.interface import AddRmsNormCall
+from ejkernel.operations.common.order import BEHIND_TRITON, FIRST, TRITON, Priority
+from ejkernel.operations.common.rows.order import TRITON_WAS_FASTER, is_small
+from ejkernel.plugin import Phase
+from ejkernel.targets import Target
 
-ORDER: Mapping[str, Mapping[str, int | Rule]] = {"gpu": {"cuda": FIRST, "triton": TRITON}}
-"""benchmarks/results/bench_cuda_rows_h200.json: CUDA's 1.5 times as fast as XLA forward, 1.5 to 2.0 times backward.
-benchmarks/results/vocabulary_triton_h200.json: Triton's 1.5 times as fast as XLA forward, 1.3 times with gradients."""
+
+def _on_cuda(call: AddRmsNormCall, phase: Phase, target: Target) -> Priority:
+    """benchmarks/results: bench_cuda_rows_h200.json, orders_grid_pages_h200.json."""
+    return Priority(BEHIND_TRITON, TRITON_WAS_FASTER) if is_small(call.x) else Priority(FIRST)
+
+
+ORDER: Mapping[str, Mapping[str, int | Rule]] = {"gpu": {"cuda": _on_cuda, "triton": TRITON}}
+"""benchmarks/results/orders_grid_pages_h200.json: Triton's 1.2 to 2.4 times as fast as XLA; for a few rows
+XLA's gradients are as fast."""

@@ -13,8 +13,8 @@ from ejkernel.targets import Target
 
 
 def _layer_norm_on_cuda(call: Any, phase: Phase, target: Target) -> Priority:
-    """benchmarks/results: rows_cuda_h200.json, bench_cuda_rows_h200.json."""
-    return norm_on_cuda(call, phase, 4096)
+    """benchmarks/results: rows_cuda_h200.json, bench_cuda_rows_h200.json, orders_grid_pages_h200.json."""
+    return norm_on_cuda(call, phase, fewest=4096, narrow=1024)
 
 
 ORDER: Mapping[str, Mapping[str, int | Rule]] = {"gpu": {"triton": TRITON, "cuda": _layer_norm_on_cuda}}

@@ -14,7 +14,7 @@ from ejkernel.targets import Target
 
 def _rms_norm_on_cuda(call: Any, phase: Phase, target: Target) -> Priority:
     """benchmarks/results: rows_cuda_h200.json, bench_cuda_rows_h200.json."""
-    return norm_on_cuda(call, phase, 1024)
+    return norm_on_cuda(call, phase, fewest=1024, narrow=128)
 
 
 ORDER: Mapping[str, Mapping[str, int | Rule]] = {"gpu": {"triton": TRITON, "cuda": _rms_norm_on_cuda}}
