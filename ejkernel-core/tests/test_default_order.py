@@ -93,14 +93,14 @@ def test_it_depends_on_the_call_and_the_phase(explained):
         ],
         ("pallas.mosaic_gpu", "triton", "gradients under a window of 128 keys took 0.97 ms, Triton's 0.71 ms"): [
             attention(64, causal=True, sliding_window=[127, 0], key_heads=2),
+            attention(sliding_window=[300, 300], key_heads=2),
         ],
         ("triton", "triton", "gradients under a window of 128 keys took 0.97 ms, Triton's 0.71 ms"): [
             attention(64, causal=True, sliding_window=[127, 0]),
-            attention(sliding_window=[300, 300], key_heads=2),
         ],
-        ("triton", "triton", "heads of 96 with values of 96 were not timed"): [attention(96)],
-        ("triton", "triton", "1 tokens, fewer than 256, were not timed"): [attention(tokens=1)],
-        ("triton", "triton", "64 rows for 8 matrices, fewer than 256 for each, were not timed"): [products(64)],
+        ("triton", "triton", "heads of 48 with values of 48 were not timed"): [attention(48)],
+        ("triton", "triton", "1 tokens, fewer than 128, were not timed"): [attention(tokens=1)],
+        ("triton", "pallas.mosaic_gpu", ""): [products(64), attention(tokens=256, causal=True)],
         ("triton", "triton", "matrices of 4096 x 1000, which are copied to multiples of 64, were not timed"): [
             products(columns=1000)
         ],
@@ -116,13 +116,11 @@ def test_it_depends_on_the_call_and_the_phase(explained):
 
 
 def test_arrays_that_were_not_timed(explained):
-    with_sinks, with_bias = attention(), products()
-    scaled_rows = products()
-    with_sinks[1].update(softmax_aux="float32 16")
+    with_bias, scaled_rows = products(), products()
     with_bias[1].update(bias="bfloat16 8 14336")
     scaled_rows[1].update(lhs_scale="float32 8192")
-    calls = (with_sinks, with_bias, scaled_rows, products(dtype="float8_e4m3fn"))
-    whats = ("sinks", "biases", "scaled rows", "products of float8_e4m3fn")
+    calls = (attention(causal=True, chunk_size=1024), with_bias, scaled_rows, products(dtype="float8_e4m3fn"))
+    whats = ("chunks", "biases", "scaled rows", "products of float8_e4m3fn")
     for (forward, _), what in zip(explained(*calls), whats, strict=True):
         assert chosen(forward) == "triton"
         assert forward["pallas.mosaic_gpu"] == ["available", f"lower priority: {what} were not timed"]
@@ -150,7 +148,7 @@ def test_a_platform_that_is_named_or_alone_runs_all_the_same(explained):
     for setting in ({"EJKERNEL_PLATFORM": "pallas"}, {"EJKERNEL_FORBID": "triton,xla"}):
         ((forward, backward),) = explained(attention(tokens=64), **setting)
         assert chosen(forward) == chosen(backward) == "pallas.mosaic_gpu"
-        reason = "" if "EJKERNEL_PLATFORM" in setting else "lower priority: 64 tokens, fewer than 256, were not timed"
+        reason = "" if "EJKERNEL_PLATFORM" in setting else "lower priority: 64 tokens, fewer than 128, were not timed"
         assert forward["pallas.mosaic_gpu"] == ["chosen", reason]
 
 

@@ -248,14 +248,19 @@ def test_explanation_names_the_records_behind_the_order(registered):
     assert explain("rms_norm", X).forward.records == () and "measured" not in str(explain("rms_norm", X))
     with use(target=Target("gpu", "NVIDIA H200", "9.0"), forbid=("triton", "pallas", "cuda")):
         found = explain("gated_linear_unit", X, X)
-        assert found.chosen == "xla" and found.forward.records == ("glu_sample_triton_h100.json",)
-        assert "\n  measured in glu_sample_triton_h100.json\n" in str(found)
-        assert found.to_dict()["forward"]["records"] == ["glu_sample_triton_h100.json"]
+        records = ("orders_grid_losses_h200.json", "glu_sample_triton_h100.json")
+        assert found.chosen == "xla" and found.forward.records == records
+        assert f"\n  measured in {', '.join(records)}\n" in str(found)
+        assert found.to_dict()["forward"]["records"] == [*records]
         assert explain("gated_linear_unit", X, X, platform="xla").forward.records == ()
         registered("own", backend="gpu", priority=99)
         assert explain("rms_norm", X).chosen == "own" and explain("rms_norm", X).forward.records == ()
     assert measured_in("triton", "rms_norm", "gpu") == ("rms_norm_h200.json",)
-    assert measured_in("cuda.prefill", "paged_attention", "gpu") == ("orders_h100.json",)
+    assert measured_in("cuda.prefill", "paged_attention", "gpu") == (
+        "orders_h100.json",
+        "orders_grid_pages_h200.json",
+        "orders_grid_pages_more_h200.json",
+    )
     assert measured_in("triton", "scaled_matmul", "gpu") == ()
 
 
