@@ -422,11 +422,12 @@ def test_gradients_need_an_order_or_a_permission(monkeypatch):
     assert "needs cuDNN 9.18.0 or newer" in capability.supports_backward(call, B200)
 
 
-def test_needs_no_library_and_is_no_default(monkeypatch):
+def test_needs_no_library_and_is_no_default_for_many_tokens(monkeypatch):
     from ejkernel_cuda import _library
 
     monkeypatch.setattr(_library, "library_problem", lambda: "the library was not built")
-    query = jax.ShapeDtypeStruct((2, 2048, 4, 64), jnp.bfloat16)
+    few, many = (jax.ShapeDtypeStruct((2, tokens, 4, 64), jnp.bfloat16) for tokens in (2048, 4096))
     with ejkernel.use(target=H200):
-        assert ejkernel.explain("flash_attention", query, query, query, platform=NAME).chosen == NAME
-        assert ejkernel.explain("flash_attention", query, query, query).chosen != NAME
+        assert ejkernel.explain("flash_attention", many, many, many, platform=NAME).chosen == NAME
+        assert ejkernel.explain("flash_attention", few, few, few).chosen == NAME
+        assert ejkernel.explain("flash_attention", many, many, many).chosen != NAME
