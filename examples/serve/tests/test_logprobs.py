@@ -72,6 +72,27 @@ def test_echo_with_log_probabilities(model: Model, server: Server, max_tokens: i
         assert [value for piece in pieces for value in piece["logprobs"][key]] == values
 
 
+@pytest.mark.parametrize("max_tokens", [1, 6])
+def test_the_token_that_ends_a_text(model: Model, engine_of: Callable[..., Engine], max_tokens: int):
+    """A client that scores a prompt drops the value of the one token that it must generate, whichever that is."""
+    fields = {"prompt": PROMPT, "temperature": 0, "echo": True, "logprobs": 2}
+    ends = {**fields, "max_tokens": max_tokens, "logit_bias": {"256": 100}}
+    with serving(engine_of(**SIZES)) as server:
+        prompt = server.complete(**fields, max_tokens=0).json()["choices"][0]["logprobs"]
+        answer = server.complete(**ends).raise_for_status().json()
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"], answer["usage"]["completion_tokens"]) == (PROMPT, "stop", 1)
+        for key, values in prompt.items():
+            assert choice["logprobs"][key][:-1] == values
+        last = {key: values[-1] for key, values in choice["logprobs"].items()}
+        assert (last["tokens"], last["text_offset"]) == (BYTES.name(256), len(PROMPT))
+        assert last["top_logprobs"][BYTES.name(256)] == last["token_logprobs"]
+        assert last["token_logprobs"] == pytest.approx(logprobs(model, TOKENS_OF)[-1, 256], abs=1e-4)
+        pieces = streamed(server, **ends)
+        for key, values in choice["logprobs"].items():
+            assert [value for piece in pieces for value in piece["logprobs"][key]] == values
+
+
 def test_a_stream_whose_first_token_is_held_back(server: Server):
     """The prompt's values come once, though its text comes before any token is certain."""
     fields = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "echo": True, "logprobs": 0}

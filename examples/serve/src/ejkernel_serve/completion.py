@@ -156,6 +156,12 @@ class TextChoice(Choice):
         super().__init__(index, generation, wanted, wanted.echoes[index // wanted.n])
         self.wanted = wanted
 
+    def _feed(self, token: int, reason: Reason | None) -> None:
+        """The token that ended the text has log-probabilities too: who scores texts counts one for each generated token."""
+        super()._feed(token, reason)
+        if reason == "stop" and token in self.wanted.vocabulary.ends:
+            self.tokens.append(token)
+
     def whole(self) -> dict[str, Any]:
         return self.object(self.text, 0)
 

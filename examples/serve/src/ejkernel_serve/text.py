@@ -26,7 +26,8 @@ class TextStream:
     in which a stop sequence begins, what stands before that is text.
 
     Attributes:
-        offsets: of each certain token, where in the text the character stands that it is of, or the first one.
+        offsets: of each certain token, where in the text the character stands that it is of, or the first one; and of the token
+            that ended the text, which is none of it, where that ends.
     """
 
     def __init__(self, stop: Sequence[tuple[int, ...]] = (), vocabulary: Vocabulary = BYTES, *, begins: bool = False) -> None:
@@ -48,7 +49,9 @@ class TextStream:
             return Piece(self._decode(spelt), (token,))
         stopped = reason == "stop"
         if stopped and token in self._vocabulary.ends:
-            return self._certain(0, last=True)
+            piece = self._certain(0, last=True)
+            self.offsets.append(self._written)
+            return piece
         self._held.append((token, spelt))
         self._left += len(spelt)
         if reason is None:
