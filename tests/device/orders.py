@@ -45,6 +45,8 @@ import ejkernel
 
 TOLERANCE = 2e-2
 """Of the norm of the chosen implementation's results: two roundings to bfloat16, and weights in bfloat16."""
+AMPLIFIED = {"newton_schulz": 5e-2}
+"""By function: each step rounds, and the next multiplies small singular values by up to 3.4445."""
 SCHEMA = "ejkernel-orders-1"
 """Which `tools/default_order.py` reads."""
 TARGET = "gpu:9.0:NVIDIA H200"
@@ -88,7 +90,8 @@ def measure(report: Report, trial: Trial, margin: float) -> bool:
     label = report.result["last"] = f"{trial.problem.function} {trial.problem.name} {trial.phase}"
     report.save()  # with the name of what may never end
     deviations, failed = trial.run()
-    wrong = {name: f"{error:.1e}" for name, error in deviations.items() if error >= TOLERANCE}
+    tolerance = AMPLIFIED.get(trial.problem.function, TOLERANCE)
+    wrong = {name: f"{error:.1e}" for name, error in deviations.items() if error >= tolerance}
     for name, why in (wrong | failed).items():
         report.check(f"{label} {name}", False, why)
     times = milliseconds_of({name: trial.calls[name] for name in deviations})
