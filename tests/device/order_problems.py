@@ -31,6 +31,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "cap": {"causal": True, "logits_soft_cap": 50.0},
     "packed": {"causal": True},
     "sinks": {"causal": True},
+    "sinks window128": {"causal": True, "sliding_window": (127, 0)},
 }
 SIZES = (64, 80, 96, 112, 128, 160, 192, 256)
 LENGTHS = ((128, 128), (32, 512), (16, 1024), (2, 8192), (1, 32768))
@@ -50,7 +51,7 @@ def attention(batch: int, tokens: int, heads: tuple[int, int], size: int | tuple
         make = drawn(**packs, cu_seqlens_q=bounds(batch * tokens, max(batch, 4)))
         return Problem("flash_attn_varlen", name, make, MASKS[mask], BOTH, kind, without=without)
     rows = {name: normal(batch, tokens, *one) for name, one in zip(("query", "key", "value"), sizes, strict=True)}
-    more = {"softmax_aux": wide(heads[0])} if mask == "sinks" else {}
+    more = {"softmax_aux": wide(heads[0])} if mask.startswith("sinks") else {}
     return Problem("flash_attention", name, drawn(**rows, **more), MASKS[mask], BOTH, kind, without=without)
 
 
@@ -64,11 +65,12 @@ ATTENTION = (
     *((*length, (32, 8), 128, "causal") for length in LENGTHS),
     *((4, 4096, (32, 8), 128, mask) for mask in ("full", "packed", "window128", "cap", "window1024", "sinks")),
     *((*length, (16, 16), 128, "causal") for length in LENGTHS),
-    (4, 4096, (64, 8), 64, "sinks"),
+    *((4, 4096, (64, 8), 64, mask) for mask in ("sinks window128", "sinks")),
     (4, 4096, (16, 16), (192, 128), "causal"),
     *((*length, (32, 8), size, "causal") for length, size in itertools.product(LENGTHS[:2], (64, 80, 256))),
     *((4, 2048, (16, 16), size, "full") for size in SIZES),
     *((4, 4096, (32, 8), 64, mask) for mask in ("full", "packed", "window128", "cap")),
+    *((4, 4096, (32, 8), 96, mask) for mask in ("packed", "window1024", "cap", "window128")),
 )
 
 
