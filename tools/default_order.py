@@ -113,6 +113,12 @@ def rows_of(records: Sequence[dict[str, Any]], without: Sequence[str] = ()) -> l
     return found
 
 
+def kept_rows(folder: Path, without: Sequence[str] = ()) -> list[Row]:
+    """Of the records among a folder's files."""
+    contents = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return rows_of([content for content in contents if is_record(content)], without)
+
+
 def losses(rows: Iterable[Row]) -> list[str]:
     """By operation, what lost and by how much."""
     found: list[str] = []

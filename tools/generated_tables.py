@@ -413,8 +413,7 @@ def wide_recurrences() -> str:
 
 def grid_of_shapes() -> str:
     """The times of every record of tests/device/orders.py, by operation, phase and kind of shape."""
-    contents = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    rows = default_order.rows_of([content for content in contents if default_order.is_record(content)])
+    rows = default_order.kept_rows(RESULTS)
     lost = sum(row.lost for row in rows)
     return "\n".join(["```text", f"The default lost {lost} of {len(rows)} calls.", "", *default_order.orders(rows), "```"])
 

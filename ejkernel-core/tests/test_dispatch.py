@@ -248,7 +248,7 @@ def test_explanation_names_the_records_behind_the_order(registered):
     assert explain("rms_norm", X).forward.records == () and "measured" not in str(explain("rms_norm", X))
     with use(target=Target("gpu", "NVIDIA H200", "9.0"), forbid=("triton", "pallas", "cuda")):
         found = explain("gated_linear_unit", X, X)
-        records = ("orders_grid_losses_h200.json", "glu_sample_triton_h100.json")
+        records = ("orders_grid_losses_more_h200.json", "orders_grid_losses_h200.json", "glu_sample_triton_h100.json")
         assert found.chosen == "xla" and found.forward.records == records
         assert f"\n  measured in {', '.join(records)}\n" in str(found)
         assert found.to_dict()["forward"]["records"] == [*records]

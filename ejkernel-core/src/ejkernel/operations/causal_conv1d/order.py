@@ -14,7 +14,7 @@ _FEWEST_TOKENS = 64
 
 
 def _convolution_on_triton(call: CausalConv1dCall, phase: Phase, target: Target) -> Priority:
-    """benchmarks/results: rows_triton_h100.json, orders_grid_losses_h200.json."""
+    """benchmarks/results: rows_triton_h100.json, orders_grid_losses_more_h200.json."""
     if call.x.shape[1] < call.width:
         return Priority(UNMEASURED, "steps of fewer tokens than taps were not timed")
     if call.x.shape[1] < _FEWEST_TOKENS:

@@ -12,10 +12,10 @@ from ejkernel.targets import Target
 
 
 def _on_triton(call: GatedLinearUnitCall, phase: Phase, target: Target) -> Priority:
-    """benchmarks/results, bfloat16: orders_grid_losses_h200.json, with both halves in one array 1.3 to 1.8 times as fast as XLA,
-    backward to 2.5 times; in two arrays 1.0 to 1.2 times, glu_sample_triton_h100.json 0.99 to 1.00 times."""
+    """benchmarks/results: of one array 1.0 to 1.8 times as fast as XLA, backward to 2.5 (orders_grid_losses_more_h200.json); of two
+    1.1 and 1.0 (orders_grid_losses_h200.json), on an H100 0.99 to 1.00 (glu_sample_triton_h100.json)."""
     if call.up is not None:
-        return Priority(BEHIND_XLA, "XLA's is about as fast for two arrays, and may be fused with what stands beside it")
+        return Priority(BEHIND_XLA, "XLA's is about as fast for two arrays, and may be fused")
     return Priority(TRITON)
 
 

@@ -17,7 +17,7 @@ _FEWEST_ROWS, _FEWEST_NUMBERS = 512, 2**21
 
 def _on_triton(call: NewtonSchulzCall, phase: Phase, target: Target) -> Priority:
     """benchmarks/results/newton_schulz_h200.json: products of bfloat16 1.3 to 1.7 times as fast as XLA, of float32 0.4 times.
-    Small matrices are in orders_grid_losses_h200.json."""
+    Small matrices are in orders_grid_losses_more_h200.json."""
     if call.dtype == "float32":
         return Priority(BEHIND_XLA, "XLA is faster in float32")
     if min(call.x.shape[1:]) < _FEWEST_ROWS or math.prod(call.x.shape) < _FEWEST_NUMBERS:

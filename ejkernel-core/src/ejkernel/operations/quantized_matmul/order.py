@@ -11,12 +11,12 @@ from ejkernel.plugin import Phase
 from ejkernel.targets import Target
 
 _MANY_ROWS, _VERY_MANY_ROWS = 256, 512
-"""Between which XLA's, which unpacks the matrix, is faster than a kernel that unpacks it for each tile of rows."""
+"""Between which XLA's, which unpacks once, is faster."""
 
 
 def _quantized_on_triton(call: QuantizedMatmulCall, phase: Phase, target: Target) -> Priority:
     """benchmarks/results: quantized_matmul_triton_h100.json, quantized_formats_triton_h100.json, quantized_experts_h100.json,
-    orders_grid_recurrences_h200.json."""
+    orders_grid_recurrences_h200.json, orders_grid_recurrences_more_h200.json."""
     if call.x.dtype != "bfloat16":
         return Priority(UNMEASURED, f"{call.x.dtype} was not timed")
     if call.group_sizes is None and _MANY_ROWS < call.x.shape[1] <= _VERY_MANY_ROWS:

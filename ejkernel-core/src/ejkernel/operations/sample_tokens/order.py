@@ -17,7 +17,7 @@ _FEWEST_ROWS = 64
 def _sample_on_triton(call: SampleTokensCall, phase: Phase, target: Target) -> Priority:
     """benchmarks/results/orders_grid_h200.json, us, 128256 tokens in bfloat16, top_k and top_p in arrays: 1 row 34, XLA 42; 16 rows
     49, XLA 239; 64 rows 134, XLA 992. Without a top_k glu_sample_triton_h100.json, and
-    orders_grid_pages_h200.json where every token is kept."""
+    orders_grid_pages_more_h200.json where every token is kept."""
     if all(kept is None for kept in (call.top_k, call.static_top_k, call.top_p, call.min_p)):
         return Priority(BEHIND_XLA, "XLA's was faster where every token is kept")
     rows = call.logits.shape[0] * call.logits.shape[1]

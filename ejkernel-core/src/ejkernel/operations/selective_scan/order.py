@@ -13,7 +13,7 @@ from ejkernel.targets import Target
 
 def _selective_scan_on_triton(call: SelectiveScanCall, phase: Phase, target: Target) -> Priority:
     """benchmarks/results: scans_triton_h100.json, scans_backward_h100.json, recurrence_sweep_h100.json,
-    recurrences_float32_h200.json, orders_grid_recurrences_h200.json."""
+    recurrences_float32_h200.json, orders_grid_recurrences_more_h200.json."""
     if call.x.shape[1] == 1:
         return Priority(BEHIND_XLA, "XLA's was faster for one token")
     return Priority(TRITON)
