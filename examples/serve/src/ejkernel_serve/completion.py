@@ -159,8 +159,7 @@ class TextChoice(Choice):
     def _feed(self, token: int, reason: Reason | None) -> None:
         """The token that ended the text has log-probabilities too: who scores texts counts one for each generated token."""
         super()._feed(token, reason)
-        if reason == "stop" and token in self.wanted.vocabulary.ends:
-            self.tokens.append(token)
+        self.tokens += self._stream.end
 
     def whole(self) -> dict[str, Any]:
         return self.object(self.text, 0)

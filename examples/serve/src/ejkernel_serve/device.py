@@ -348,9 +348,15 @@ class _Kept:
         assert inputs is not None
         rows = self._rows(len(inputs))
         before = inputs.at[rows].get(mode="fill", fill_value=0)
-        before = jnp.where(self._new()[:, None, None], 0, before).astype(x.dtype)
+        if self._begins:
+            before = jnp.where(self._new()[:, None, None], 0, before)
         out, after = ejkernel.causal_conv1d(
-            x, weight, activation="silu", initial_state=before, return_state=True, cu_seqlens=self._batch.starts
+            x,
+            weight,
+            activation="silu",
+            initial_state=before.astype(x.dtype),
+            return_state=True,
+            cu_seqlens=self._batch.starts,
         )
         self.pages = self.pages._replace(inputs=inputs.at[rows].set(after.astype(inputs.dtype), mode="drop"))
         return out

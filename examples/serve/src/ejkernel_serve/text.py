@@ -26,8 +26,9 @@ class TextStream:
     in which a stop sequence begins, what stands before that is text.
 
     Attributes:
-        offsets: of each certain token, where in the text the character stands that it is of, or the first one; and of the token
-            that ended the text, which is none of it, where that ends.
+        offsets: of each certain token, where in the text the character stands that it is of, or the first one; and of `end`,
+            where the text ends.
+        end: the token that ended the text, if one did, which is none of it.
     """
 
     def __init__(self, stop: Sequence[tuple[int, ...]] = (), vocabulary: Vocabulary = BYTES, *, begins: bool = False) -> None:
@@ -39,6 +40,7 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._written = 0  # characters
         self.offsets: list[int] = []
+        self.end: tuple[int, ...] = ()
 
     def feed(self, token: int, reason: Reason | None) -> Piece:
         """What the token, the last one if there is a `reason`, makes certain."""
@@ -49,7 +51,7 @@ class TextStream:
             return Piece(self._decode(spelt), (token,))
         stopped = reason == "stop"
         if stopped and token in self._vocabulary.ends:
-            piece = self._certain(0, last=True)
+            piece, self.end = self._certain(0, last=True), (token,)
             self.offsets.append(self._written)
             return piece
         self._held.append((token, spelt))
