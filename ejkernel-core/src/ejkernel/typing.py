@@ -10,7 +10,7 @@ Nothing of ejkernel is imported here, so that every layer may use these names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
@@ -143,6 +143,14 @@ DotProductBias = Bias | Float[ArrayLike, "#heads #queries #keys"]
 DotProductMask = Bool[ArrayLike, "..."] | Num[ArrayLike, "..."]
 """Of booleans, or of 0 and 1 as Flax makes them; Flax's have any number of axes for rows."""
 Sinks = Float[ArrayLike, "heads"] | Float[ArrayLike, "#heads sinks"]
+ScoreMod = Callable[..., Any]
+"""Of (score, batch, head, query index, key index) and, where there are any, mod_inputs; returns a score."""
+MaskMod = Callable[..., Any]
+"""Of (batch, head, query index, key index) and, where there are any, mod_inputs; returns a bool."""
+ModInputs = Any
+"""A pytree of arrays."""
+AlibiSlopes = Float[ArrayLike, "heads"] | Float[ArrayLike, "#rows heads"]
+ForgetGate = Float[ArrayLike, "#rows heads keys"]
 Weights = Float[Array, "*batch heads queries keys"]
 CumulativeLengths = Integer[ArrayLike, "boundaries"]
 Lengths = Integer[ArrayLike, "sequences"]

@@ -46,7 +46,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("causal_conv1d"),
             *_both_phases("cross_entropy", configs="ejkernel_xla._vocabulary:CONFIGS"),
             *_both_phases("delta_rule", configs="ejkernel_xla.delta_rule.config:{phase}"),
-            *_both_phases("flash_attention", configs="ejkernel_xla.flash_attention.config:CONFIGS"),
+            *_both_phases("flash_attention", contract=2, configs="ejkernel_xla.flash_attention.config:CONFIGS"),
             *_both_phases("fused_linear"),
             *_both_phases("gated_linear_unit"),
             *_both_phases("grouped_matmul", configs="ejkernel_xla.grouped_matmul.config:CONFIGS"),

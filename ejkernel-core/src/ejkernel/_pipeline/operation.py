@@ -28,7 +28,7 @@ from ejkernel.call.contract import Contract
 from ejkernel.call.decision import Explanation
 from ejkernel.call.partition import unify_manual_axes, with_empty, without_empty
 from ejkernel.call.policy import PlatformChoice, Policy, policy_for_call
-from ejkernel.call.records import Bound
+from ejkernel.call.records import Bound, Spelled
 from ejkernel.call.request import Request
 from ejkernel.call.traced import split_traced, with_traced
 from ejkernel.configs.portable import demanded_platform
@@ -252,7 +252,7 @@ def _spelling(value: Any) -> Any:
         return tuple([_spelling(part) for part in value])
     if kind is float and value == 0:
         return math.copysign(1.0, value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Spelled)):
         return kind, tuple([_spelling(getattr(value, field.name)) for field in dataclasses.fields(value)])
     return kind
 

@@ -54,6 +54,8 @@ def _is_jax(value: Any) -> bool:
 
 
 _ARRAY = "array"
+_MAPPINGS = ("cfg", "mod_inputs")
+"""Arguments that may be mappings."""
 _Kind = str | tuple[Any, ...] | None
 
 
@@ -81,7 +83,7 @@ def _check(name: str, kind: _Kind, value: Any) -> None:
         refuse_foreign(name, value)
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             raise wrong_type(name, type(value).__name__, "an array")
-    if isinstance(value, (Mapping, Set)) and name != "cfg":
+    if isinstance(value, (Mapping, Set)) and name not in _MAPPINGS:
         raise wrong_type(name, type(cast("Any", value)).__name__, "a number, an array or None")
     if not isinstance(value, str):
         _check_part(name, value)

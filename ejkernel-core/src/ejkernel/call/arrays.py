@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from ejkernel.call.records import Spelled
+
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
@@ -54,7 +56,7 @@ def with_known_sizes(call: Any) -> Any:
         parts = cast("tuple[Any, ...]", call)
         known = parts if hasattr(parts, "_fields") else tuple(map(with_known_sizes, parts))
         return parts if all(map(operator.is_, parts, known)) else known
-    if isinstance(call, type):
+    if isinstance(call, (type, Spelled)):
         return call
     if dataclasses.is_dataclass(call):
         fields = {field.name: getattr(call, field.name) for field in dataclasses.fields(call) if field.init}

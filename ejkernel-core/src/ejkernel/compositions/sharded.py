@@ -143,6 +143,8 @@ _DIMS: Mapping[str, tuple[str, ...]] = {
     "dense": ("b h q s",),
     "dropout_streams": ("b h .",),
     "softmax_aux": ("h", "h ."),
+    "batch_index": ("b",),
+    "head_index": (". h",),
 }
 """Arrays beside query, key and value, and what their axes are, at each number of axes: those of batch, heads, queries and keys are
 split as query and key are. Of a dense mask each device keeps all keys (s) where keys are split over the axes of the queries."""

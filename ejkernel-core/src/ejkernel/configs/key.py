@@ -20,7 +20,7 @@ from typing import Any
 from ejkernel._plugins.records import Candidate
 from ejkernel._version import __version__
 from ejkernel.call.arrays import ArraySpec
-from ejkernel.call.records import by_present_names
+from ejkernel.call.records import Spelled, by_present_names
 from ejkernel.call.request import Request
 from ejkernel.errors import wrong_type
 from ejkernel.plugin import Phase
@@ -161,6 +161,8 @@ def encode(value: Any, name: str) -> Any:
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, ArraySpec):
         return {"dtype": value.dtype, "shape": list(value.shape)}
+    if isinstance(value, Spelled):
+        return value.text
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: encode(getattr(value, field.name), name) for field in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):

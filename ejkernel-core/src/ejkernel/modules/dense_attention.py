@@ -19,6 +19,7 @@ from ejkernel.operations.common.options import as_flag
 from ejkernel.operations.flash_attention.dropout import as_dropout_rate
 from ejkernel.operations.flash_attention.forms import add_packed, given_arrays, made_bias, packed
 from ejkernel.operations.flash_attention.interface import OPERATION as _FLASH_ATTENTION
+from ejkernel.operations.flash_attention.score_functions.public import traced_before
 from ejkernel.operations.flash_attention.weights import with_weights
 
 __all__ = ["Attention", "FlashAttention", "FlashAttnVarlen", "attention", "flash_attention", "flash_attn_varlen"]
@@ -42,6 +43,11 @@ class FlashAttentionOptions(_AttentionOptions, ShardingOptions, total=False):
     softmax_scale: t.Scalar | None
     causal: t.Flag
     broadcast_dropout: t.Flag
+    score_mod: t.ScoreMod | None
+    mask_mod: t.MaskMod | None
+    mod_inputs: t.ModInputs | None
+    alibi_slopes: t.AlibiSlopes | None
+    forget_gate: t.ForgetGate | None
 
 
 class VarlenOptions(_AttentionOptions, DispatchOptions, total=False):
@@ -125,13 +131,18 @@ def flash_attention(
     precision: t.PrecisionLike | None = None,
     logits_dtype: t.DTypeLike | None = jnp.float32,
     return_lse: t.Flag = False,
+    score_mod: t.ScoreMod | None = None,
+    mask_mod: t.MaskMod | None = None,
+    mod_inputs: t.ModInputs | None = None,
+    alibi_slopes: t.AlibiSlopes | None = None,
+    forget_gate: t.ForgetGate | None = None,
     platform: t.Platforms = None,
     cfg: t.ConfigLike | None = None,
     mesh: t.Mesh | None = None,
     in_specs: t.InSpecs | None = None,
     out_specs: t.OutSpecs | None = None,
 ) -> t.Attended | tuple[t.Attended, t.LogSumExp]:
-    """Exact softmax attention in O(T) memory: `softmax(mask(cap(softmax_scale * query . key + bias))) . value`.
+    """Exact softmax attention in O(T) memory: `softmax(mask(score_mod(cap(softmax_scale * query . key + bias)))) . value`.
 
     Everything said about visibility (mask_info, causal, sliding_window, chunk_size, cum_seqlens) holds at once. A query that
     sees no key gives 0, lse -inf and no gradient; what no query sees may hold NaN.
@@ -164,6 +175,15 @@ def flash_attention(
         precision: of the matrix products: None for the full precision of the dtype, a `jax.lax.Precision`, or its name.
         logits_dtype: dtype the logits are rounded to; float32 (float64 for float64 inputs) means no rounding.
         return_lse: return the log-sum-exp too.
+        score_mod: `(score, batch, head, query index, key index) -> score`, of scalars: what becomes of each score, after scale,
+            bias and cap, before masks; -inf hides the pair. A query and a key are told by their places in the arrays. It may close
+            over arrays, which have gradients, and is differentiated as JAX does. Equal functions are compiled once.
+        mask_mod: `(batch, head, query index, key index) -> bool`, True = visible, besides everything else that says so.
+        mod_inputs: pytree of arrays that score_mod and mask_mod get as their last argument, in place of closing over them.
+        alibi_slopes: floating `[H]` or `[B|1, H]`: `slope * |query position - key position|` is taken off each score; has a
+            gradient.
+        forget_gate: floating `[B|1, H, S]`, logarithms of forget gates, one per key: to a score are added those of the keys after
+            its own up to the query. Needs causal, with the queries as the last tokens; has a gradient.
         mesh: run inside `jax.shard_map` on this mesh; batch and heads may be split. mask_info is split along.
         in_specs: one PartitionSpec or None for each of query, key, value, bias, cum_seqlens_q, cum_seqlens_k, softmax_aux,
             block_tables; bias and softmax_aux follow the query without.
@@ -172,17 +192,23 @@ def flash_attention(
     Returns:
         `[B, T, H, V]` in the query's dtype; with `return_lse` also float32 `[B, T, H]`, natural logarithm, differentiable.
 
-    Source: Dao et al., FlashAttention, 2022; Rabe and Staats, Self-attention does not need O(n^2) memory, 2021.
+    Source: Dao et al., FlashAttention, 2022; Rabe and Staats, Self-attention does not need O(n^2) memory, 2021; score functions
+    after Dong et al., Flex Attention, 2024; ALiBi: Press et al., Train short, test long, 2022; forget gates: Lin et al.,
+    Forgetting Transformer, 2025.
     """
     arrays, options, run = split(
-        locals(), "query key value bias softmax_aux mask_info dropout_seed", own="cum_seqlens_q cum_seqlens_k block_tables"
+        locals(),
+        "query key value bias softmax_aux mask_info dropout_seed mod_inputs alibi_slopes forget_gate",
+        own="cum_seqlens_q cum_seqlens_k block_tables",
     )
     if block_tables is not None:
         from ejkernel.compositions.paged_flash import attend_over_pages  # brings two more operations
 
         arrays |= {"cum_seqlens_q": cum_seqlens_q, "cum_seqlens_k": cum_seqlens_k, "block_tables": block_tables}
         return attend_over_pages(arrays, options, positional=_POSITIONAL, **run)
-    arrays = given_arrays(query, key, value, bias, softmax_aux, mask_info, dropout_seed)
+    functions = {"mod_inputs": mod_inputs, "alibi_slopes": alibi_slopes, "forget_gate": forget_gate}
+    arrays = given_arrays(query, key, value, bias, softmax_aux, mask_info, dropout_seed, **functions)
+    arrays, options = traced_before(arrays, options, split=mesh is not None)
     form = None
     if cum_seqlens_q is not None or cum_seqlens_k is not None:
         form = packed

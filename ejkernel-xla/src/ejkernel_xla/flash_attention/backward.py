@@ -16,6 +16,7 @@ from ejkernel_xla.flash_attention.masks import Plan, Tile, plan
 from ejkernel_xla.flash_attention.tiles import (
     BY_KEY,
     Operands,
+    Scores,
     add_piece,
     heads_first,
     heads_last,
@@ -41,6 +42,7 @@ class Gradients(NamedTuple):
     key: Any
     value: Any
     bias: Any
+    values: Any
     sinks: Any = None
 
 
@@ -64,6 +66,7 @@ def gradients_of(inputs: FlashAttentionInputs, sums: Gradients) -> FlashAttentio
         value=heads_last(sums.value, grouped=False).astype(inputs.value.dtype),
         bias=None if bias is None else sums.bias.reshape(bias.shape).astype(bias.dtype),
         softmax_aux=None if sinks is None else sums.sinks.reshape(sinks.shape).astype(sinks.dtype),
+        mod_values=sums.values,
     )
 
 
@@ -83,6 +86,8 @@ def backward_sweep(
         nonfinite = propagate_nan(arrays.query) + propagate_nan(d_out)
         arrays, stats, d_out = _nan_safe(arrays, stats, d_out, nonfinite)
     stats = stats._replace(shift=jnp.where(stats.shift == -jnp.inf, jnp.inf, stats.shift))
+    if _values(arrays) is not None and call.normalize_output:
+        stats = stats._replace(delta=_exact_delta(call, arrays, layout, stats, d_out, cotangents.lse))
     return _sweep(call, arrays, layout, stats, d_out)._replace(sinks=d_sinks)
 
 
@@ -112,6 +117,23 @@ def _statistics(
         d_out = jnp.where(outputs.out == 0, 0, d_out)
     delta = heads_first(jnp.sum(d_out.astype(wide) * outputs.out.astype(wide), axis=-1), groups)
     return Statistics(lse, delta if d_lse is None else delta - d_lse)
+
+
+def _exact_delta(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statistics, d_out: Any, d_lse: Any) -> Any:
+    """delta from the weights instead of the rounded output: the gradient of an array that a function reads may be the sum of a
+    row's d_logits, which cancel, so that the rounding would be all that is left."""
+    wide = accumulator(arrays.query.dtype)
+
+    def of_tile(tile: Tile) -> Any:
+        parts = _weighted(call, arrays, plan, tile, stats, d_out)
+        return jnp.sum(parts.weights * parts.d_weights, axis=2)
+
+    if plan.single_tile:
+        total = of_tile(Tile(*map(int, plan.tiles[0])))
+    else:
+        start = zeros(arrays.query.shape[:4], wide, (arrays, d_out))
+        total = plan.visit(lambda sums, tile: add_piece(sums, (3,), (tile.query_start,), of_tile(tile)), start)
+    return total if d_lse is None else total - heads_first(d_lse, arrays.query.shape[2]).astype(wide)
 
 
 def _sinks(sinks: Any, stats: Statistics) -> Any:
@@ -146,6 +168,7 @@ def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statis
         zeros(arrays.key.shape, wide, like),
         zeros(arrays.value.shape, wide, like),
         None if arrays.bias is None else zeros(arrays.bias.shape, wide, like),
+        None if (values := _values(arrays)) is None else zeros(values.shape, wide, like),
     )
 
     def step(sums: Gradients, tile: Tile) -> Gradients:
@@ -155,27 +178,50 @@ def _sweep(call: FlashAttentionCall, arrays: Operands, plan: Plan, stats: Statis
             add_piece(sums.key, (2,), (tile.key_start,), parts.key),
             add_piece(sums.value, (2,), (tile.key_start,), parts.value),
             None if sums.bias is None else add_piece(sums.bias, (3, 4), (tile.query_start, tile.key_start), parts.bias),
+            None if sums.values is None else sums.values + parts.values,
         )
 
     return plan.visit(step, sums)
 
 
-def _tile(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, stats: Statistics, d_out: Any) -> Gradients:
-    """The contribution of one tile to every gradient."""
+class _Weighted(NamedTuple):
+    """One tile, `[b,k,s,g,q]`: its weights before dropout, their gradients, and the scores; and the slices that it reads."""
+
+    weights: Any
+    d_weights: Any
+    scored: Scores
+    query: Any
+    key: Any
+    d_out: Any
+    delta: Any
+
+
+def _weighted(
+    call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, stats: Statistics, d_out: Any, *, pulled: bool = False
+) -> _Weighted:
     query = piece(arrays.query, 3, tile.query_start, plan.block_q)
     key = piece(arrays.key, 2, tile.key_start, plan.block_k)
     value = piece(arrays.value, 2, tile.key_start, plan.block_k)
     d_out = piece(d_out, 3, tile.query_start, plan.block_q)
     shift, delta = (BY_KEY.rows(piece(x, 3, tile.query_start, plan.block_q)) for x in stats)
-    scored = scores(call, product(call, key, query, ((3,), (4,))), arrays, plan, tile, BY_KEY)
-    weights = jnp.exp(scored.logits - shift)  # [b,k,s,g,q]
+    scored = scores(call, product(call, key, query, ((3,), (4,))), arrays, plan, tile, BY_KEY, pulled=pulled)
+    weights = jnp.exp(scored.logits - shift)
     if scored.visible is not None:
         weights = jnp.where(scored.visible, weights, 0)
     d_weights = product(call, value, d_out, ((3,), (4,)))
     if scored.keep is not None:
         d_weights = d_weights * scored.keep
+    return _Weighted(weights, d_weights, scored, query, key, d_out, delta)
+
+
+def _tile(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, stats: Statistics, d_out: Any) -> Gradients:
+    """The contribution of one tile to every gradient."""
+    weights, d_weights, scored, query, key, d_out, delta = _weighted(call, arrays, plan, tile, stats, d_out, pulled=True)
     d_logits = weights * (d_weights - delta)
     dropped_weights = weights if scored.keep is None else weights * scored.keep
+    d_values = None
+    if scored.pull is not None:
+        d_logits, d_values = scored.pull(d_logits)
     if scored.slope is not None:
         d_logits = d_logits * (scored.slope if scored.visible is None else jnp.where(scored.visible, scored.slope, 0))
     d_raw = (d_logits * call.softmax_scale).astype(query.dtype)
@@ -187,7 +233,18 @@ def _tile(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile, st
         product(call, d_raw, query, ((3, 4), (2, 3))),
         product(call, dropped_weights.astype(d_out.dtype), d_out, ((3, 4), (2, 3))),
         None if arrays.bias is None else _bias(arrays.bias, d_logits, plan),
+        None if (values := _values(arrays)) is None else _of_values(values, d_values),
     )
+
+
+def _values(arrays: Operands) -> Any:
+    """`mod_values`, where there are any."""
+    return None if arrays.places is None else arrays.places.values
+
+
+def _of_values(values: Any, gradient: Any) -> Any:
+    """A gradient in the shape of `mod_values`; 0 where only masks read them."""
+    return jnp.zeros_like(values) if gradient is None else gradient.reshape(values.shape)
 
 
 def _bias(bias: Any, d_logits: Any, plan: Plan) -> Any:

@@ -74,8 +74,8 @@ class Tile(NamedTuple):
 
 def is_masked(call: FlashAttentionCall) -> bool:
     """Whether any entry of the score matrix may be masked."""
-    arrays = (call.bias, call.mask, call.query_segments, call.key_segments)
-    return is_structured(call) or any(spec is not None for spec in arrays)
+    said = (call.bias, call.mask, call.query_segments, call.key_segments, call.score_mod, call.mask_mod)
+    return is_structured(call) or any(one is not None for one in said)
 
 
 def is_structured(call: FlashAttentionCall) -> bool:

@@ -16,9 +16,12 @@ import numpy as np
 from ejkernel.call import vary_like
 from ejkernel.operations.flash_attention import dropout
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
+from ejkernel.operations.flash_attention.score_functions.functions import places_of
+from ejkernel.operations.flash_attention.score_functions.record import Mapped, Places
 from ejkernel.utils.dtypes import accumulator
 from ejkernel_xla._numerics import finite, propagate_nan
 from ejkernel_xla.flash_attention.masks import Plan, Tile, both, by_position
+from ejkernel_xla.flash_attention.score_functions import Pull, with_pull
 
 _PRECISIONS = {
     "default": jax.lax.Precision.DEFAULT,
@@ -29,7 +32,7 @@ _PRECISIONS = {
 
 class Operands(NamedTuple):
     """query `[b,k,g,q,d]`, key `[b,k,s,d]`, value `[b,k,s,e]`, bias and mask `[b?,k?,g?,q?,s?]`, segments and positions
-    `[b?,q]` and `[b?,s]`, sinks `[b?,k,g,n]`, dropout_streams `[b,k,g,2]`."""
+    `[b?,q]` and `[b?,s]`, sinks `[b?,k,g,n]`, dropout_streams `[b,k,g,2]`; places of the scores, where a function asks for them."""
 
     query: Any
     key: Any
@@ -42,6 +45,7 @@ class Operands(NamedTuple):
     key_positions: Any
     sinks: Any
     dropout_streams: Any
+    places: Any = None
 
 
 def heads_first(x: Any, groups: int | None = None) -> Any:
@@ -78,8 +82,16 @@ def operands(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> Operands
         mask=split(inputs.mask),
         sinks=split(inputs.softmax_aux),
         dropout_streams=split(inputs.dropout_streams),
+        places=_places(call, inputs, split),
         **{name: getattr(inputs, name) for name in Operands._fields if name.endswith(("segments", "positions"))},
     )
+
+
+def _places(call: FlashAttentionCall, inputs: FlashAttentionInputs, split: Callable[[Any], Any]) -> Places | None:
+    if call.score_mod is None and call.mask_mod is None:
+        return None
+    places = places_of(call, inputs)
+    return places._replace(head=split(places.head[..., None])[..., 0])
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, like: Any, fill: float = 0.0) -> Any:
@@ -134,6 +146,8 @@ class View(NamedTuple):
     keys: int
     queries: int
     """axes of the scores"""
+    letters: str
+    """all axes of the scores"""
 
 
 def _batch_first(x: Any, rank: int) -> Any:
@@ -147,6 +161,7 @@ BY_QUERY = View(
     entries=lambda x: x,
     keys=4,
     queries=3,
+    letters="bkgqs",
 )
 """Scores `[b,k,g,q,s]`."""
 
@@ -156,22 +171,26 @@ BY_KEY = View(
     entries=lambda x: jnp.moveaxis(x, 4, 2),
     keys=2,
     queries=4,
+    letters="bksgq",
 )
 """Scores `[b,k,s,g,q]`: contractions over queries need no transpose."""
 
 
 class Scores(NamedTuple):
-    """logits after bias and soft cap; slope, their derivative by `scale * query . key`, None for 1; visible, None for all;
-    keep, the factor of dropout, None for 1."""
+    """logits after bias, soft cap and score function; slope, the derivative of the capped ones by `scale * query . key`, None for
+    1; visible, None for all; keep, the factor of dropout, None for 1; pull, the way back through the score function, or None."""
 
     logits: Any
     slope: Any
     visible: Any
     keep: Any
+    pull: Pull | None
 
 
-def scores(call: FlashAttentionCall, raw: Any, arrays: Operands, plan: Plan, tile: Tile, view: View) -> Scores:
-    """Logits from `query . key`. The caller applies the mask."""
+def scores(
+    call: FlashAttentionCall, raw: Any, arrays: Operands, plan: Plan, tile: Tile, view: View, *, pulled: bool = False
+) -> Scores:
+    """Logits from `query . key`. The caller applies the mask; `pulled` if it differentiates."""
     logits = _rounded(raw, call.logits_dtype) * call.softmax_scale
     bias = _entries(arrays.bias, plan, tile, view)
     rows, columns = _indices(plan.block_q, tile.query_start), _indices(plan.block_k, tile.key_start)
@@ -182,7 +201,20 @@ def scores(call: FlashAttentionCall, raw: Any, arrays: Operands, plan: Plan, til
     if call.logits_soft_cap is not None:
         capped = jnp.tanh(logits / call.logits_soft_cap)
         logits, slope = call.logits_soft_cap * capped, 1 - capped * capped
-    return Scores(logits, slope, visible, _keep(call, arrays, view, rows, columns))
+    pull = None
+    if call.score_mod is not None:
+        function = Mapped(call.score_mod, _tile_places(arrays, plan, tile), view.letters)
+        logits, of = with_pull(function, logits) if pulled else (function(logits), None)
+        visible = both(visible, logits != -jnp.inf)
+        pull = None if of is None else of(visible)
+    return Scores(logits, slope, visible, _keep(call, arrays, view, rows, columns), pull)
+
+
+def _tile_places(arrays: Operands, plan: Plan, tile: Tile) -> Places:
+    places = arrays.places
+    return places._replace(
+        query=piece(places.query, 1, tile.query_start, plan.block_q), key=piece(places.key, 1, tile.key_start, plan.block_k)
+    )
 
 
 def _indices(size: int, start: Any) -> Any:
@@ -235,6 +267,8 @@ def _by_masks(call: FlashAttentionCall, arrays: Operands, plan: Plan, tile: Tile
         visible = by_position(call, query, key) if plan.structured else None
         if plan.predicate is not None:
             visible = both(visible, plan.predicate(query, key))
+    if call.mask_mod is not None:
+        visible = both(visible, Mapped(call.mask_mod, _tile_places(arrays, plan, tile), view.letters)(None))
     if arrays.mask is not None:
         visible = both(visible, _entries(arrays.mask, plan, tile, view))
     if arrays.query_segments is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ejkernel.call.case import Case, Toggle
+from ejkernel.operations.flash_attention.score_functions.cases import SCORE_TOGGLES, score_cases
 
 Arrays = Callable[[np.random.Generator], Mapping[str, Any]]
 
@@ -270,7 +271,7 @@ _BENCH_CHUNKS = tuple(
 )
 """Few blocks of queries: a chunk of new tokens over many keys, or one sequence with few heads."""
 
-CASES = (*_HEADS, *_POSITIONAL, *_MASKED, *_LOGITS, *_BENCH, *_BENCH_GPU, *_BENCH_CHUNKS)
+CASES = (*_HEADS, *_POSITIONAL, *_MASKED, *_LOGITS, *score_cases(_arrays), *_BENCH, *_BENCH_GPU, *_BENCH_CHUNKS)
 
 TOGGLES = {
     "bias": Toggle("bias-2x2x13x21", drop="bias"),
@@ -293,4 +294,5 @@ TOGGLES = {
     "logits_dtype": Toggle("logits-bfloat16", {"logits_dtype": "float32"}),
     "precision": Toggle("plain", {"precision": "default"}, program=True, dtype="float32"),
     "return_lse": Toggle("lse", {"return_lse": False}, program=True),
+    **SCORE_TOGGLES,
 }

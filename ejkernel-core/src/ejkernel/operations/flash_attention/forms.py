@@ -217,10 +217,12 @@ def made_bias(bias: Any, init_bias: Any) -> Any:
     return init_bias() if bias is None else bias
 
 
-def given_arrays(query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any, mask_info: Any, seed: Any) -> dict[str, Any]:
+def given_arrays(
+    query: Any, key: Any, value: Any, bias: Any, softmax_aux: Any, mask_info: Any, seed: Any, **others: Any
+) -> dict[str, Any]:
     """The array arguments that are there; a Python seed as an array."""
     for name, array in (("query", query), ("key", key), ("value", value), ("bias", bias), ("softmax_aux", softmax_aux)):
         if array is not None and not hasattr(array, "dtype"):
             raise wrong_type(name, type(array).__name__, "an array")
-    given = {"bias": bias, "softmax_aux": softmax_aux, "mask_info": mask_info, "dropout_seed": host_seed(seed)}
+    given = {"bias": bias, "softmax_aux": softmax_aux, "mask_info": mask_info, "dropout_seed": host_seed(seed), **others}
     return {"query": query, "key": key, "value": value, **{name: a for name, a in given.items() if a is not None}}

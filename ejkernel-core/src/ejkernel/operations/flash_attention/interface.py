@@ -21,6 +21,9 @@ from ejkernel.operations.common.scale import scaled
 from ejkernel.operations.flash_attention import bind
 from ejkernel.operations.flash_attention.dropout import as_dropout_rate, check_dropout_streams, streams_of_seed
 from ejkernel.operations.flash_attention.pairs import count_pairs
+from ejkernel.operations.flash_attention.score_functions.functions import Functions
+from ejkernel.operations.flash_attention.score_functions.named import with_named
+from ejkernel.operations.flash_attention.score_functions.record import ScoreFunction
 from ejkernel.operations.flash_attention.visibility import TracedLimits, Visibility
 from ejkernel.plugin import Phase
 from ejkernel.typing import RecordArray as Array
@@ -33,6 +36,10 @@ class FlashAttentionInputs(NamedTuple):
     `[B|1, H|1, T|1, S|1]`, where a bias of -inf hides the pair; segments and positions int32 `[B|1, T]` and `[B|1, S]`: a pair is
     visible only if its segments are equal and not negative; positions replace indices in causal, window and chunk masks; sinks
     `[B|1, H, n]`: logits that take part in the denominator only; dropout_streams uint32 `[B, H, 2]`, see `dropout`.
+
+    Of score functions: mod_values float32 or float64 `[B|1, n]` and mod_integers int32 `[B|1, m]`, the numbers of the arrays that
+    they read, see `Capture`; batch_index, head_index, query_index and key_index int32, what they are told of each score. Absent,
+    a query and a key stand at their places in the arrays; the others are there where a function asks for them.
     """
 
     query: Float[Array, "b t h d"]
@@ -46,6 +53,12 @@ class FlashAttentionInputs(NamedTuple):
     key_positions: Int32[Array, "#b s"] = None
     softmax_aux: Float[Array, "#b h n"] = None
     dropout_streams: UInt32[Array, "b h 2"] = None
+    mod_values: Float[Array, "#b n"] = None
+    mod_integers: Int32[Array, "#b m"] = None
+    batch_index: Int32[Array, " b"] = None
+    head_index: Int32[Array, "#b h"] = None
+    query_index: Int32[Array, "#b t"] = None
+    key_index: Int32[Array, "#b s"] = None
 
 
 class FlashAttentionOutputs(NamedTuple):
@@ -74,6 +87,8 @@ class FlashAttentionCall(Call):
         logits_dtype: `query . key` is rounded to this dtype before anything else is done with it.
         precision: of both products: None (full precision of the inputs' dtype), or "default", "high", "highest".
         return_lse: lse is a public output.
+        score_mod: what becomes of each score, after scale, bias and cap, before masks; -inf hides the pair.
+        mask_mod: which pairs are visible, besides everything else that says so.
     """
 
     query: ArraySpec
@@ -87,6 +102,12 @@ class FlashAttentionCall(Call):
     key_positions: ArraySpec | None = None
     softmax_aux: ArraySpec | None = None
     dropout_streams: ArraySpec | None = None
+    mod_values: ArraySpec | None = None
+    mod_integers: ArraySpec | None = None
+    batch_index: ArraySpec | None = None
+    head_index: ArraySpec | None = None
+    query_index: ArraySpec | None = None
+    key_index: ArraySpec | None = None
     softmax_scale: float
     causal: bool = False
     query_offset: int = 0
@@ -99,6 +120,8 @@ class FlashAttentionCall(Call):
     logits_dtype: str = "float32"
     precision: str | None = None
     return_lse: bool = False
+    score_mod: ScoreFunction | None = None
+    mask_mod: ScoreFunction | None = None
 
     @property
     def window_width(self) -> int | None:
@@ -108,16 +131,22 @@ class FlashAttentionCall(Call):
         return None if left is None or right is None else left + right + 1
 
 
+_FUNCTIONS = (
+    *("score_mod", "mask_mod", "mod_values", "mod_integers"),
+    *("batch_index", "head_index", "query_index", "key_index"),
+)
+
+
 class FlashAttention(Operation):
-    """`out = softmax(mask(cap(scale * query . key + bias)), sinks) . value`, with float32 logits, softmax and sums."""
+    """`out = softmax(mask(score_mod(cap(scale * query . key + bias))), sinks) . value`, with float32 logits, softmax and sums."""
 
     name = "flash_attention"
     Call = FlashAttentionCall
     Inputs = FlashAttentionInputs
     Outputs = FlashAttentionOutputs
-    revisions = (19,)
+    revisions = (19, _FUNCTIONS)
     renamed = (("scale", "softmax_scale"), ("soft_cap", "logits_soft_cap"), ("sinks", "softmax_aux"))
-    differentiable = ("query", "key", "value", "bias", "softmax_aux")
+    differentiable = ("query", "key", "value", "bias", "softmax_aux", "mod_values")
     shardable = ("b", "h")
     traceable = ("softmax_scale", "sliding_window", "chunk_size")
 
@@ -138,6 +167,15 @@ class FlashAttention(Operation):
         key_lengths: Any = None,
         dropout_seed: Any = None,
         dropout_streams: Any = None,
+        mod_inputs: Any = None,
+        mod_values: Any = None,
+        mod_integers: Any = None,
+        batch_index: Any = None,
+        head_index: Any = None,
+        query_index: Any = None,
+        key_index: Any = None,
+        alibi_slopes: Any = None,
+        forget_gate: Any = None,
         *,
         softmax_scale: float | None = None,
         causal: bool = False,
@@ -152,6 +190,8 @@ class FlashAttention(Operation):
         logits_dtype: Any = "float32",
         precision: Any = None,
         return_lse: bool = False,
+        score_mod: Any = None,
+        mask_mod: Any = None,
     ) -> Bound:
         """Check the arguments and combine everything said about visibility by AND.
 
@@ -170,6 +210,10 @@ class FlashAttention(Operation):
             query_lengths, key_lengths: int `[B|1]`; tokens from there on are padding.
             dropout_seed: int, integer scalar or PRNG key.
             dropout_streams: uint32 `[B, H, 2]` in place of a seed, for shards of a larger problem.
+            mod_inputs: pytree of arrays that score_mod and mask_mod get last.
+            mod_values, mod_integers: numbers of functions that are traced already.
+            batch_index, head_index, query_index, key_index: what functions are told, for shards of a larger problem.
+            alibi_slopes: `[H]` or `[B|1, H]`; forget_gate: `[B|1, H, S]`; see `named`.
             softmax_scale: None means `1 / sqrt(D)`; traced, the query is multiplied by it, see `scaled`.
             causal_alignment: "top_left" (also what None means): query 0 at position 0; "bottom_right": at S - T.
             sliding_window: `(left, right)`, inclusive; an int w means (w, w). A traced side, like a traced chunk_size, becomes part
@@ -178,6 +222,7 @@ class FlashAttention(Operation):
             dropout_prob: in [0, 1).
             broadcast_dropout: the same entries of all rows and heads.
             logits_dtype: "float32" keeps the products as accumulated; a smaller dtype rounds them.
+            score_mod, mask_mod: Python functions, or traced ones.
             causal, prefix, logits_soft_cap, normalize_output, precision, return_lse: as in `FlashAttentionCall`.
         """
         bind.check_query_key_value(query, key, value)
@@ -203,7 +248,18 @@ class FlashAttention(Operation):
         )
         seen = said.checked(sizes) & Visibility.of_mask_info(mask_info).checked(sizes)
         seen = seen.aligned(causal_alignment, queries, keys).limited(limits, queries, keys)
-        seen = seen.with_padding_as_segments(queries, keys).simplified()
+        seen = seen.with_padding_as_segments(queries, keys)
+        functions = Functions.given(score_mod, mask_mod, mod_inputs, mod_values, mod_integers, query.dtype)
+        functions = with_named(
+            functions,
+            seen,
+            sizes,
+            query.dtype,
+            alibi_slopes=alibi_slopes,
+            forget_gate=forget_gate,
+            batch_index=batch_index,
+        )
+        seen = seen.simplified()
         rate = as_dropout_rate(dropout_prob)
         if dropout_streams is not None and rate:
             check_dropout_streams(dropout_streams, batch, heads)
@@ -222,6 +278,9 @@ class FlashAttention(Operation):
             key_positions=seen.key_positions,
             softmax_aux=bind.as_sinks(softmax_aux, heads),
             dropout_streams=dropout_streams if rate else None,
+            **functions.inputs(
+                sizes, batch_index=batch_index, head_index=head_index, query_index=query_index, key_index=key_index
+            ),
         )
         call = FlashAttentionCall(
             **{name: ArraySpec.of(array) for name, array in named(inputs)},  # pyright: ignore[reportArgumentType]
@@ -237,6 +296,8 @@ class FlashAttention(Operation):
             logits_dtype=bind.as_logits_dtype(logits_dtype, query.dtype),
             precision=as_precision(precision),
             return_lse=as_flag("return_lse", return_lse),
+            score_mod=functions.score_mod,
+            mask_mod=functions.mask_mod,
         )
 
         def finish(outputs: FlashAttentionOutputs) -> Any:
@@ -254,6 +315,8 @@ class FlashAttention(Operation):
             "query_positions": positions,
             "key_positions": positions,
             "dropout_streams": lambda spec: rng.integers(0, 2**32, spec.shape, np.uint32),
+            "mod_integers": lambda spec: np.zeros(spec.shape, np.int32),
+            **{f"{name}_index": _counted for name in ("batch", "head", "query", "key")},
         }
         known = {name: rule(getattr(call, name)) for name, rule in rules.items() if getattr(call, name) is not None}
         return super().random_inputs(call, rng, **{**known, **given})
@@ -271,6 +334,12 @@ class FlashAttention(Operation):
             "key_positions": "b? s",
             "softmax_aux": "b? h n",
             "dropout_streams": "b h w",
+            "mod_values": "b? n",
+            "mod_integers": "b? m",
+            "batch_index": "b",
+            "head_index": "b? h",
+            "query_index": "b? t",
+            "key_index": "b? s",
             "out": "b t h v",
             "lse": "b t h",
         }
@@ -308,6 +377,11 @@ class FlashAttention(Operation):
                 values = np.asarray(lengths)
                 if values.size and not (values.min() >= 0 and values.max() <= size):
                     raise invalid(name, values.tolist(), f"values in [0, {size}]")
+
+
+def _counted(spec: ArraySpec) -> Any:
+    """Indices in order."""
+    return np.broadcast_to(np.arange(spec.shape[-1], dtype=np.int32), spec.shape)
 
 
 def is_concrete(array: Any) -> bool:

@@ -8,12 +8,45 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.operations.flash_attention import dropout
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel.operations.flash_attention.pairs import visible
+from ejkernel.operations.flash_attention.score_functions.functions import places_of
+from ejkernel.operations.flash_attention.score_functions.record import Mapped
+
+
+class _Moved:
+    """Logits after the score function, which computes in the dtype that it was traced in."""
+
+    def __init__(self, call: FlashAttentionCall, inputs: FlashAttentionInputs, logits: Any, seen: Any) -> None:
+        dtype = jnp.float64 if call.query.dtype == "float64" else jnp.float32
+        places = places_of(call, inputs)
+        self.values = None if places.values is None else jnp.asarray(places.values, dtype)
+        self.function = Mapped(call.score_mod, places._replace(values=self.values), "bhqs")  # pyright: ignore[reportArgumentType]
+        self.seen, self.score = seen, jnp.asarray(np.where(seen, logits, 0), dtype)
+        self.logits = np.asarray(self.function(self.score), np.float64)
+
+    def gradients(self, d_logits: Any) -> tuple[Any, Any]:
+        """Of the logits before it and of `mod_values`; what a score reads is summed where it is seen, if that is single numbers."""
+        seen = self.seen & np.isfinite(self.logits)
+        values = self.function.arrays.get("values")
+        d_logits = jnp.asarray(np.where(seen, d_logits, 0), self.score.dtype)
+        if self.function.function.single_loads:
+            loads, pull_loads = jax.vjp(self.function.loads, values)
+            _, pull = jax.vjp(self.function.computed, self.score, loads)
+            d_score, d_loads = pull(d_logits)
+            moving = [load.dtype != jax.dtypes.float0 for load in d_loads]
+            d_loads = tuple(jnp.where(seen, d, 0) if moves else d for d, moves in zip(d_loads, moving, strict=True))
+            (d_values,) = pull_loads(d_loads)
+        else:
+            finite = None if values is None else _finite(np.asarray(values))
+            d_score, d_values = jax.vjp(self.function.with_values, self.score, finite)[1](d_logits)
+        d_score = np.where(seen, np.asarray(d_score, np.float64), 0)
+        return d_score, None if self.values is None else np.asarray(d_values, np.float64).reshape(self.values.shape)
 
 
 class _Softmax(NamedTuple):
@@ -29,6 +62,7 @@ class _Softmax(NamedTuple):
     sink_probabilities: Any
     lse: Any
     keep: Any  # 0, or 1 / (1 - rate)
+    moved: _Moved | None
 
 
 def _finite(array: Any) -> Any:
@@ -51,6 +85,13 @@ def _softmax(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> _Softmax
     if call.logits_soft_cap is not None:
         capped = np.tanh(logits / call.logits_soft_cap)
         logits, slope = call.logits_soft_cap * capped, 1 - capped**2
+    if call.mask_mod is not None:
+        seen = seen & np.asarray(Mapped(call.mask_mod, places_of(call, inputs), "bhqs")(None))
+    moved = None
+    if call.score_mod is not None:
+        moved = _Moved(call, inputs, logits, seen)
+        logits = moved.logits
+        seen = seen & (logits != -np.inf)
     logits = np.where(seen, logits, -np.inf)
 
     sinks = np.zeros((1, logits.shape[1], 0)) if inputs.softmax_aux is None else inputs.softmax_aux
@@ -70,7 +111,7 @@ def _softmax(call: FlashAttentionCall, inputs: FlashAttentionInputs) -> _Softmax
         kept = dropout.bits(first, second, rows[:, None], columns) >= dropout.threshold(call.dropout_rate)
         keep = kept / (1 - call.dropout_rate)
     return _Softmax(
-        query, key, value, seen, slope, exponentials, exponentials / divisor, sink_exponentials / divisor, lse, keep
+        query, key, value, seen, slope, exponentials, exponentials / divisor, sink_exponentials / divisor, lse, keep, moved
     )
 
 
@@ -96,7 +137,11 @@ def backward(
     d_weights = np.einsum("bthv,bshv->bhts", grad, s.value) * s.keep
     # With the row's largest logit held constant, unnormalised weights depend on their own logit only.
     mean = (weights * d_weights).sum(-1, keepdims=True) if call.normalize_output else 0.0
-    d_logits = (weights * (d_weights - mean) + s.probabilities * d_lse) * s.slope
+    d_logits = weights * (d_weights - mean) + s.probabilities * d_lse
+    d_values = None if inputs.mod_values is None else np.zeros(inputs.mod_values.shape)
+    if s.moved is not None:
+        d_logits, d_values = s.moved.gradients(d_logits)
+    d_logits = d_logits * s.slope
     d_sinks = s.sink_probabilities * (d_lse - mean)
 
     def per_key_head(gradient: Any) -> Any:
@@ -110,6 +155,7 @@ def backward(
         value=per_key_head(d_value),
         bias=None if inputs.bias is None else _sum_to(d_logits, inputs.bias.shape),
         softmax_aux=None if inputs.softmax_aux is None else _sum_to(d_sinks.sum(2), inputs.softmax_aux.shape),
+        mod_values=d_values,
     )
 
 

@@ -1,0 +1,1 @@
+"""Score functions: what users write of one score, traced once and kept as data."""
