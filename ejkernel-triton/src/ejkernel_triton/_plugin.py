@@ -44,7 +44,7 @@ def ejkernel_plugin() -> Plugin:
             *_both_phases("causal_conv1d"),
             *_both_phases("cross_entropy"),
             *_both_phases("delta_rule"),
-            *_both_phases("flash_attention"),
+            *_both_phases("flash_attention", contract=2),
             _implementation("fused_linear", "forward"),
             _implementation("fused_linear", "backward", knobs=False),
             *_both_phases("gated_linear_unit"),

@@ -2,9 +2,9 @@
 
 A program of `key_gradient_kernel` owns a block of keys of one key head and loops over the queries of its group, for both
 gradients, or once per gradient if a program cannot hold both. A program of `query_gradient_kernel` owns a block of queries, one
-of `bias_gradient_kernel` a tile of the bias. Each row has two statistics, padded at the end: `neg_lse`, minus the log-sum-exp
-in powers of two, and `neg_delta`, so that weight = 2 ** (unit * x + neg_lse) and d_logit = weight * (d_out . value +
-neg_delta). Accumulators start from a statistic where it does not change from tile to tile.
+of `tile_gradient_kernel` a tile of the bias, or of what a score function reads. Each row has two statistics, padded at the end:
+`neg_lse`, minus the log-sum-exp in powers of two, and `neg_delta`, so that weight = 2 ** (unit * x + neg_lse) and d_logit =
+weight * (d_out . value + neg_delta). Accumulators start from a statistic where it does not change from tile to tile.
 
 As in the forward kernel, a block whose result holds NaN is recomputed on the NaN-safe path: non-finite rows and keys are
 replaced by 0 in the MMAs and propagate through the weights to the entries that see them.
@@ -16,6 +16,7 @@ replaced by 0 in the MMAs and propagate through the weights to the entries that 
 import triton
 import triton.language as tl
 
+from ejkernel_triton.flash_attention.score_tiles import RESULT, SLOPE, evaluated
 from ejkernel_triton.flash_attention.tiles import (
     any_nan,
     bias_in,
@@ -63,10 +64,10 @@ def d_weights_minus_delta(left, right, b_neg_delta, R: tl.constexpr, NAN_SAFE: t
 @triton.jit
 def weights_of(
     b_qk, b_neg_lse, p_masks, stream_0, stream_1, o_query, o_key, queries, keys,
-    R: tl.constexpr, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, STARTED: tl.constexpr,
+    R: tl.constexpr, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, STARTED: tl.constexpr, DERIVATIVE: tl.constexpr = None,
 ):  # fmt: skip
     """Weights, derivative of a logit by its score, visibility mask and dropout keep mask. STARTED: `scores_minus_lse` computed
-    b_qk."""
+    b_qk. DERIVATIVE: another one in its place, see `program_of`."""
     m_visible, b_keep, b_slope = o_query >= 0, o_query >= 0, 1.0
     if MASKED:
         m_visible = visible_in(p_masks, o_query, o_key, queries, keys, R)
@@ -74,6 +75,10 @@ def weights_of(
     if R.bias >= 0:
         b_bias, m_visible = bias_in(p_masks, m_visible, o_query, o_key, queries, keys, R, NAN_SAFE)
     b_logits, b_tangent = logits_of(b_qk, b_bias, R)
+    b_scores = b_logits
+    if R.score is not None:
+        b_logits = tl.zeros_like(b_logits) + evaluated(p_masks, b_scores, o_query, o_key, R, RESULT)
+        m_visible = m_visible & (b_logits != float("-inf"))
     b_exponents = b_logits * R.unit
     if STARTED:
         if not R.fuse_lse:
@@ -83,6 +88,10 @@ def weights_of(
     b_weights = tl.exp2(b_exponents)
     if R.capped:
         b_slope = 1.0 - b_tangent * b_tangent
+    if DERIVATIVE is not None:
+        b_slope = evaluated(p_masks, b_scores, o_query, o_key, R, DERIVATIVE)
+    elif R.score is not None:
+        b_slope = b_slope * evaluated(p_masks, b_scores, o_query, o_key, R, SLOPE)
     if MASKED:
         b_weights = tl.where(m_visible, b_weights, 0.0)
     if R.dropout:
@@ -111,7 +120,7 @@ def d_logits_of(
         if not STARTED:
             b_d_weights += b_neg_delta
     b_d_logits = b_weights * b_d_weights
-    if R.capped:
+    if R.capped or R.score is not None:
         b_d_logits = b_d_logits * b_slope
     if MASK_GRADIENT:
         b_d_logits = tl.where(m_visible, b_d_logits, 0.0)
@@ -172,6 +181,10 @@ def key_gradient_kernel(
     p_query_positions,
     p_key_positions,
     p_streams,
+    p_values,
+    p_integers,
+    p_batch,
+    p_head,
     p_ranges,
     p_d_out,
     p_neg_lse,
@@ -220,14 +233,16 @@ def key_gradient_kernel(
     state = add_group(
         i_batch, i_key_head, i_block, blocks, i_split, low, full_low, full_high, high, key, value, p_query, p_d_out, p_neg_lse,
         p_neg_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, p_ranges,
-        p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, False, WANTED, HEAD_SPLITS, QUERY_SPLITS,
+        p_streams, (p_values, p_integers, p_batch, p_head), o_key, queries, keys, R, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, False,
+        WANTED, HEAD_SPLITS, QUERY_SPLITS,
     )  # fmt: skip
     if R.nan_safe:
         if any_nan(state[0]) | any_nan(state[1]):
             state = add_group(
                 i_batch, i_key_head, i_block, blocks, i_split, low, full_low, full_high, high, key, value, p_query, p_d_out,
                 p_neg_lse, p_neg_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions,
-                p_list, p_ranges, p_streams, o_key, queries, keys, R, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, True, WANTED,
+                p_list, p_ranges, p_streams, (p_values, p_integers, p_batch, p_head), o_key, queries, keys, R, BLOCK_Q, BLOCK_K,
+                BLOCK_D, BLOCK_V, True, WANTED,
                 HEAD_SPLITS, QUERY_SPLITS,
             )  # fmt: skip
 
@@ -248,8 +263,9 @@ def key_gradient_kernel(
 def add_group(
     i_batch, i_key_head, i_block, blocks, i_split, low, full_low, full_high, high, key, value, p_query, p_d_out, p_neg_lse,
     p_neg_delta, p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, p_ranges,
-    p_streams, o_key, queries, keys, R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, NAN_SAFE: tl.constexpr, WANTED: tl.constexpr, HEAD_SPLITS: tl.constexpr, QUERY_SPLITS: tl.constexpr,
+    p_streams, p_functions, o_key, queries, keys, R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, NAN_SAFE: tl.constexpr, WANTED: tl.constexpr, HEAD_SPLITS: tl.constexpr,
+    QUERY_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """`(d_key, d_value)` of the query heads of the group, or of this program's split of them."""
     MEMBERS: tl.constexpr = R.group // HEAD_SPLITS
@@ -272,8 +288,8 @@ def add_group(
                 )
         state = add_query_head(
             state, i_batch, i_head, low, full_low, full_high, high, key, value, p_query, p_d_out, p_neg_lse, p_neg_delta,
-            p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, p_streams, o_key,
-            queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, NAN_SAFE, WANTED,
+            p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, p_streams, p_functions,
+            o_key, queries, keys, R, BLOCK_Q, BLOCK_D, BLOCK_V, NAN_SAFE, WANTED,
         )  # fmt: skip
     return state
 
@@ -281,8 +297,8 @@ def add_group(
 @triton.jit
 def add_query_head(
     state, i_batch, i_head, low, full_low, full_high, high, key, value, p_query, p_d_out, p_neg_lse, p_neg_delta, p_bias,
-    p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, p_streams, o_key, queries, keys,
-    R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, NAN_SAFE: tl.constexpr,
+    p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, p_streams, p_functions, o_key, queries,
+    keys, R: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, NAN_SAFE: tl.constexpr,
     WANTED: tl.constexpr,
 ):  # fmt: skip
     """Accumulate `(d_key, d_value)` over one query head of the group."""
@@ -293,8 +309,8 @@ def add_query_head(
     p_neg_lse = statistics_pointer(p_neg_lse, i_batch_head, queries)
     p_neg_delta = statistics_pointer(p_neg_delta, i_batch_head, queries)
     p_masks = mask_pointers(
-        p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, i_batch, i_head, queries,
-        keys, R,
+        p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, p_functions, i_batch,
+        i_head, queries, keys, R,
     )  # fmt: skip
     stream_0, stream_1 = tl.full((), 0, tl.uint32), tl.full((), 0, tl.uint32)
     if R.dropout:
@@ -366,6 +382,10 @@ def query_gradient_kernel(
     p_query_positions,
     p_key_positions,
     p_streams,
+    p_values,
+    p_integers,
+    p_batch,
+    p_head,
     p_ranges,
     p_d_out,
     p_neg_lse,
@@ -402,8 +422,8 @@ def query_gradient_kernel(
         last = tl.minimum(i_first + BLOCK_Q, queries) - 1
         low, full_low, full_high, high = key_range(i_first + R.offset, last + R.offset, keys, BLOCK_K, R)
     p_masks = mask_pointers(
-        p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, i_batch, i_head, queries,
-        keys, R,
+        p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list,
+        (p_values, p_integers, p_batch, p_head), i_batch, i_head, queries, keys, R,
     )  # fmt: skip
 
     query = load_operand(p_query + o_row * R.row, o_block, queries - i_first, R.heads * R.row, R.size, BLOCK_D, True, R)
@@ -441,7 +461,7 @@ def query_gradient_kernel(
 
 
 @triton.jit
-def bias_gradient_kernel(
+def tile_gradient_kernel(
     p_query,
     p_key,
     p_value,
@@ -452,6 +472,10 @@ def bias_gradient_kernel(
     p_query_positions,
     p_key_positions,
     p_streams,
+    p_values,
+    p_integers,
+    p_batch,
+    p_head,
     p_d_out,
     p_neg_lse,
     p_neg_delta,
@@ -460,14 +484,17 @@ def bias_gradient_kernel(
     batch,
     own_query_blocks,
     own_key_blocks,
-    p_d_bias,
+    p_sums,
     R: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    AXES: tl.constexpr,
+    DERIVATIVE: tl.constexpr,
 ):
-    """A program owns one tile of d_bias and sums in a fixed order over the axes along which the bias is broadcast."""
+    """d_logits times a derivative of theirs, summed in a fixed order over all axes but AXES (1, 2, 4, 8 for b, h, t, s): the
+    gradient of a bias, or of what a score function reads, by DERIVATIVE, see `program_of`. A program owns one tile of the sums."""
     i_rest = tl.program_id(0)
     i_own_key = i_rest % own_key_blocks
     i_rest = i_rest // own_key_blocks
@@ -476,21 +503,21 @@ def bias_gradient_kernel(
     i_own_head = i_rest * 0
     i_own_batch = i_rest
     heads, members = 1, 1
-    if R.bias & 2:
+    if AXES & 2:
         i_own_head = i_rest % R.heads
         i_own_batch = i_rest // R.heads
     else:
         heads = R.heads
-    if not R.bias & 1:
+    if not AXES & 1:
         members = batch
     query_blocks, key_blocks = 1, 1
-    if not R.bias & 4:
+    if not AXES & 4:
         query_blocks = tl.cdiv(queries, BLOCK_Q)
-    if not R.bias & 8:
+    if not AXES & 8:
         key_blocks = tl.cdiv(keys, BLOCK_K)
 
     o_rows, o_columns = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
-    b_d_bias = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    b_sums = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     for i_step in range(members * heads * query_blocks * key_blocks):
         i_key_block = i_own_key + i_step % key_blocks
         i_left = i_step // key_blocks
@@ -522,30 +549,30 @@ def bias_gradient_kernel(
             b_qk = scores_minus_lse(query, transpose_operand(key, R), b_neg_lse[:, None], R, True)
             b_d_weights = d_weights_minus_delta(d_out, transpose_operand(value, R), b_neg_delta[:, None], R, True)
             p_masks = mask_pointers(
-                p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_mask, i_batch, i_head,
-                queries, keys, R,
+                p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_mask,
+                (p_values, p_integers, p_batch, p_head), i_batch, i_head, queries, keys, R,
             )  # fmt: skip
             stream_0, stream_1 = tl.full((), 0, tl.uint32), tl.full((), 0, tl.uint32)
             if R.dropout:
                 stream_0, stream_1 = tl.load(p_streams + i_batch_head * 2), tl.load(p_streams + i_batch_head * 2 + 1)
             b_weights, b_slope, m_visible, b_keep = weights_of(
                 b_qk, b_neg_lse[:, None], p_masks, stream_0, stream_1, (i_query + o_rows)[:, None], (i_key + o_columns)[None, :],
-                queries, keys, R, True, True, True,
+                queries, keys, R, True, True, True, DERIVATIVE,
             )  # fmt: skip
             b_d_logits = d_logits_of(b_weights, b_slope, m_visible, b_keep, b_d_weights, b_neg_delta[:, None], R, True, True)
-            b_d_bias += b_d_logits
+            b_sums += b_d_logits
 
     o_own_query, o_own_key = i_own_query * BLOCK_Q + o_rows, i_own_key * BLOCK_K + o_columns
-    if R.bias & 4:
+    if AXES & 4:
         rows = queries
     else:
-        b_d_bias = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32) + tl.sum(b_d_bias, axis=0)[None, :]
+        b_sums = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32) + tl.sum(b_sums, axis=0)[None, :]
         rows = 1
-    if R.bias & 8:
+    if AXES & 8:
         columns = score_row_stride(keys)
     else:
-        b_d_bias = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32) + tl.sum(b_d_bias, axis=1)[:, None]
+        b_sums = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32) + tl.sum(b_sums, axis=1)[:, None]
         columns = 1
     o_own = (i_rest.to(tl.int64) * rows + o_own_query[:, None]) * columns + o_own_key[None, :]
     m_own = (o_own_query < rows)[:, None] & (o_own_key < columns)[None, :]
-    tl.store(p_d_bias + o_own, b_d_bias.to(p_d_bias.dtype.element_ty), mask=m_own)
+    tl.store(p_sums + o_own, b_sums.to(p_sums.dtype.element_ty), mask=m_own)

@@ -6,6 +6,7 @@ from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.plugin import Target
 from ejkernel_triton._blocks import MIN_DOT_SIZE
 from ejkernel_triton._capability import FLOATS, refusal
+from ejkernel_triton.flash_attention.score_params import functions_refused
 
 MAX_HEAD_SIZE = 512
 """A program holds whole rows of a head."""
@@ -17,11 +18,11 @@ MAX_PROGRAMS = 2**31 - 1
 
 
 def supports_forward(call: FlashAttentionCall, target: Target) -> str | None:
-    return _refusal(call, target)
+    return _refusal(call, target) or functions_refused(call, "forward")
 
 
 def supports_backward(call: FlashAttentionCall, target: Target) -> str | None:
-    problem = _refusal(call, target)
+    problem = _refusal(call, target) or functions_refused(call, "backward")
     if problem or call.bias is None:
         return problem
     batch, heads, queries, keys = call.bias.shape

@@ -12,6 +12,7 @@ that see it.
 import triton
 import triton.language as tl
 
+from ejkernel_triton.flash_attention.score_tiles import RESULT, evaluated
 from ejkernel_triton.flash_attention.tiles import (
     any_nan,
     bias_in,
@@ -72,6 +73,8 @@ def online_softmax_update(
         if R.bias >= 0:
             b_bias, m_visible = bias_in(p_masks, m_visible, o_query, o_key, queries, keys, R, NAN_SAFE)
         b_logits, _ = logits_of(b_qk, b_bias, R)
+        if R.score is not None:
+            b_logits = tl.zeros_like(b_logits) + evaluated(p_masks, b_logits, o_query, o_key, R, RESULT)
         value = load_operand(
             p_value + o_start * VALUE_STRIDE, o_block, keys - i_key, VALUE_STRIDE, R.value_size, BLOCK_V, MASKED, R
         )
@@ -82,7 +85,7 @@ def online_softmax_update(
             b_logits = tl.where(m_visible, b_logits, float("-inf"))
         b_new_max = tl.maximum(b_max, tl.max(b_logits, axis=1))
         b_shift = b_new_max
-        if MASKED or R.bias >= 0:  # -inf - -inf is NaN
+        if MASKED or R.bias >= 0 or R.score is not None:  # -inf - -inf is NaN
             b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
         b_weights = tl.exp2(b_logits * R.unit - (b_shift * R.unit)[:, None])
         b_rescale = tl.exp2((b_max - b_shift) * R.unit)
@@ -155,6 +158,10 @@ def forward_kernel(
     p_key_positions,
     p_sinks,
     p_streams,
+    p_values,
+    p_integers,
+    p_batch,
+    p_head,
     p_ranges,
     queries,
     keys,
@@ -196,8 +203,8 @@ def forward_kernel(
         last = tl.minimum(i_first + BLOCK_Q, queries) - 1
         low, full_low, full_high, high = key_range(i_first + R.offset, last + R.offset, keys, BLOCK_K, R)
     p_masks = mask_pointers(
-        p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, i_batch, i_head, queries,
-        keys, R,
+        p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list,
+        (p_values, p_integers, p_batch, p_head), i_batch, i_head, queries, keys, R,
     )  # fmt: skip
 
     query = load_operand(

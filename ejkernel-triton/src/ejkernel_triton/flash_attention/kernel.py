@@ -6,17 +6,22 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ejkernel.call import vary_like
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs, FlashAttentionOutputs
 from ejkernel.operations.flash_attention.ranges import tile_ranges
+from ejkernel.operations.flash_attention.score_functions.functions import places_of
+from ejkernel.operations.flash_attention.score_functions.record import Mapped
 from ejkernel_triton._blocks import dot_block
 from ejkernel_triton._jax_triton import call_kernel
-from ejkernel_triton.flash_attention.backward import bias_gradient_kernel, key_gradient_kernel, query_gradient_kernel
+from ejkernel_triton.flash_attention.backward import key_gradient_kernel, query_gradient_kernel, tile_gradient_kernel
 from ejkernel_triton.flash_attention.config import BackwardConfig, ForwardConfig
 from ejkernel_triton.flash_attention.forward import forward_kernel
 from ejkernel_triton.flash_attention.mask_params import LOG2_E, Lists, MaskParams, mask_params_of
+from ejkernel_triton.flash_attention.score_params import score_params
+from ejkernel_triton.flash_attention.score_tiles import ONE
 from ejkernel_triton.flash_attention.split_precision import split_bf16
 
 _CACHED_BYTES = 24 * 2**20
@@ -50,9 +55,9 @@ def backward(
     d_sinks = None if inputs.softmax_aux is None else _sink_gradient(inputs.softmax_aux, shift, delta)
     if not _score_count(call):
         zeros = (None if x is None else vary_like(jnp.zeros(x.shape, x.dtype), inputs) for x in inputs[:4])
-        return FlashAttentionInputs(*zeros, softmax_aux=d_sinks)
-    start = jnp.where(shift == -jnp.inf, -jnp.inf, -shift * LOG2_E)
-    rows = (*_operands((cotangents.out,), mask_params_of(call)), _padded(start, -jnp.inf), _padded(-delta, 0.0))
+        values = None if inputs.mod_values is None else vary_like(jnp.zeros_like(inputs.mod_values), inputs)
+        return FlashAttentionInputs(*zeros, softmax_aux=d_sinks, mod_values=values)
+    rows = _rows(call, cotangents.out, shift, delta)
     d_key, d_value = _key_gradients(call, inputs, rows, config, lists)
     return FlashAttentionInputs(
         query=_query_gradient(call, inputs, rows, config, lists),
@@ -60,7 +65,16 @@ def backward(
         value=d_value,
         bias=None if inputs.bias is None else _bias_gradient(call, inputs, rows, config),
         softmax_aux=d_sinks,
+        mod_values=None
+        if inputs.mod_values is None
+        else _value_gradient(call, inputs, (shift, delta), cotangents.lse, cotangents.out, config),
     )
+
+
+def _rows(call: FlashAttentionCall, d_out: Any, shift: Any, delta: Any) -> tuple[Any, ...]:
+    """What kernels read of each row."""
+    start = jnp.where(shift == -jnp.inf, -jnp.inf, -shift * LOG2_E)
+    return (*_operands((d_out,), mask_params_of(call)), _padded(start, -jnp.inf), _padded(-delta, 0.0))
 
 
 def _score_count(call: FlashAttentionCall) -> int:
@@ -97,6 +111,15 @@ def _operands(arrays: tuple[Any, ...], mask_params: MaskParams) -> tuple[Any, ..
 def _masks(inputs: FlashAttentionInputs) -> tuple[Any, ...]:
     """Absent arrays are replaced by the query; kernels do not read them."""
     arrays = (*map(_padded_rows, (inputs.bias, inputs.mask)), *(getattr(inputs, name) for name in _TOKENS))
+    return tuple(inputs.query if array is None else array for array in arrays)
+
+
+_READ = ("dropout_streams", "mod_values", "mod_integers", "batch_index", "head_index")
+
+
+def _read(inputs: FlashAttentionInputs) -> tuple[Any, ...]:
+    """The streams of dropout and what functions read, likewise."""
+    arrays = (getattr(inputs, name) for name in _READ)
     return tuple(inputs.query if array is None else array for array in arrays)
 
 
@@ -154,11 +177,11 @@ def _attend(
         mask_params = dataclasses.replace(mask_params, has_full_tiles=False)
     query, key, value = _operands(inputs[:3], mask_params)
     blocks = _cdiv(queries, config.block_q)
-    sinks, streams = (query if x is None else x for x in (inputs.softmax_aux, inputs.dropout_streams))
+    sinks = query if inputs.softmax_aux is None else inputs.softmax_aux
     return call_kernel(
         forward_kernel,
         (
-            *(query, key, value, *_masks(inputs), sinks, streams, stored),
+            *(query, key, value, *_masks(inputs), sinks, *_read(inputs), stored),
             *(queries, key.shape[1], blocks, batch * heads, _heads_in_l2(call) * mask_params.group),
         ),
         (
@@ -177,7 +200,7 @@ def _attend(
         BLOCK_N=1 << max(mask_params.sinks - 1, 0).bit_length(),
         SAVE_LSE=save_lse,
         SAVE_MAXIMUM=save_maximum,
-        OVERLAP=config.overlap and call.bias is None and lists is None,
+        OVERLAP=config.overlap and call.bias is None and call.score_mod is None and lists is None,
     )
 
 
@@ -224,8 +247,7 @@ def _sink_gradient(sinks: Any, shift: Any, delta: Any) -> Any:
 
 
 def _gradient_inputs(inputs: FlashAttentionInputs, mask_params: MaskParams) -> tuple[Any, ...]:
-    streams = inputs.query if inputs.dropout_streams is None else inputs.dropout_streams
-    return (*_operands(inputs[:3], mask_params), *_masks(inputs), streams)
+    return (*_operands(inputs[:3], mask_params), *_masks(inputs), *_read(inputs))
 
 
 def _key_gradients(
@@ -301,18 +323,84 @@ def _bias_gradient(
     call: FlashAttentionCall, inputs: FlashAttentionInputs, rows: tuple[Any, ...], config: BackwardConfig
 ) -> Any:
     bias = inputs.bias
+    return _tile_sums(call, inputs, rows, config, bias.shape, bias.dtype, None)
+
+
+def _tile_sums(
+    call: FlashAttentionCall,
+    inputs: FlashAttentionInputs,
+    rows: tuple[Any, ...],
+    config: BackwardConfig,
+    shape: tuple[int, ...],
+    dtype: Any,
+    derivative: int | None,
+) -> Any:
+    """d_logits times a derivative of theirs, see `score_tiles.program_of`, or else by the bias, summed to `[b?, h?, t?, s?]`."""
     mask_params = mask_params_of(call)
     batch, queries = call.query.shape[:2]
-    padded = (*bias.shape[:3], bias.shape[3] + _row_padding(bias.shape))
-    own_queries, own_keys = _cdiv(bias.shape[2], config.bias_block_q), _cdiv(bias.shape[3], config.bias_block_k)
+    padded = (*shape[:3], shape[3] + _row_padding(shape))
+    own_queries, own_keys = _cdiv(shape[2], config.bias_block_q), _cdiv(shape[3], config.bias_block_k)
+    full = (batch, call.query.shape[2], queries, call.key.shape[1])
     return call_kernel(
-        bias_gradient_kernel,
+        tile_gradient_kernel,
         (*_gradient_inputs(inputs, mask_params), *rows, queries, call.key.shape[1], batch, own_queries, own_keys),
-        ((padded, bias.dtype),),
-        grid=bias.shape[0] * bias.shape[1] * own_queries * own_keys,
+        ((padded, dtype),),
+        grid=shape[0] * shape[1] * own_queries * own_keys,
         num_warps=config.bias_num_warps,
+        AXES=sum(1 << axis for axis, size in enumerate(shape) if size == full[axis] and size > 1),
+        DERIVATIVE=derivative,
         **_blocks(call, mask_params, config.bias_block_q, config.bias_block_k),
-    )[0][..., : bias.shape[3]]
+    )[0][..., : shape[3]]
+
+
+def _value_gradient(
+    call: FlashAttentionCall,
+    inputs: FlashAttentionInputs,
+    statistics: tuple[Any, Any],
+    d_lse: Any,
+    d_out: Any,
+    config: BackwardConfig,
+) -> Any:
+    """The gradient of the numbers that the score function reads, `[1 or b, n]`: of each of its loads, summed over all scores that
+    read the same, and then of the arrays, by JAX.
+
+    A row's d_logits may cancel in such a sum: delta is formed of the weights here, not of the rounded output.
+    """
+    score = score_params(call)
+    if score is None:
+        return vary_like(jnp.zeros_like(inputs.mod_values), inputs)
+    shift, delta = statistics
+    batch, heads, queries = delta.shape
+    if call.normalize_output:
+        exact = _tile_sums(
+            call,
+            inputs,
+            _rows(call, d_out, shift, jnp.zeros_like(delta)),
+            config,
+            (batch, heads, queries, 1),
+            jnp.float32,
+            ONE.value,
+        )[..., 0]
+        delta = exact if d_lse is None else exact - _heads_first(d_lse)
+    rows = _rows(call, d_out, shift, delta)
+    places = places_of(call, inputs)
+    sizes = (batch, heads, queries, call.key.shape[1])
+    total = jnp.zeros(inputs.mod_values.shape, jnp.float32)
+    for derivative, (axes, place) in enumerate(zip(score.load_axes, score.load_places, strict=True)):
+        axes |= 1 if inputs.mod_values.shape[0] > 1 else 0
+        shape = tuple(size if axes >> axis & 1 else 1 for axis, size in enumerate(sizes))
+        sums = _tile_sums(call, inputs, rows, config, shape, jnp.float32, derivative)
+        own = places._replace(
+            batch=places.batch[: shape[0]],
+            head=places.head[: shape[0], : shape[1]],
+            query=places.query[:, : shape[2]],
+            key=places.key[:, : shape[3]],
+            integers=None if places.integers is None else places.integers[: shape[0]],
+        )
+        loads = Mapped(call.score_mod, own, "bhqs")  # pyright: ignore[reportArgumentType]
+        _, pull = jax.vjp(lambda values, loads=loads, place=place: loads.loads(values)[place], loads.arrays["values"])
+        total += pull(sums)[0].reshape(total.shape)
+    return total
 
 
 def _blocks(call: FlashAttentionCall, mask_params: MaskParams, block_q: int, block_k: int) -> dict[str, Any]:

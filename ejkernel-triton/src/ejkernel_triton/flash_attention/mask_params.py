@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ejkernel.operations.flash_attention import dropout
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel_triton._numerics import DotPrecision, dot_precision
+from ejkernel_triton.flash_attention.score_params import ONE, Program, ScoreParams, mask_program, score_params
 
 LOG2_E = math.log2(math.e)
 ABSENT = -1
@@ -57,6 +58,9 @@ class MaskParams:
         scale: of `query . key`, for the gradients.
         normalize: whether the output is divided by the sum of its weights.
         precision: `input_precision` of `tl.dot` for unsplit operands.
+        score, mask_program: programs of the score function and of the mask function, or None; one: that of the number 1.
+        values, integers: how many numbers of each kind a row of the batch has of its own; 0 if it shares them.
+        told_batch, told_head: whether functions are told batch and head by arrays; 2 if heads are told row by row.
     """
 
     heads: int
@@ -101,6 +105,13 @@ class MaskParams:
     precision: str
     list_heads: int = 1
     list_block: int = 0
+    score: ScoreParams | None = None
+    mask_program: Program | None = None
+    one: Program | None = None
+    values: int = 0
+    integers: int = 0
+    told_batch: int = 0
+    told_head: int = 0
 
 
 def mask_params_of(call: FlashAttentionCall) -> MaskParams:
@@ -108,6 +119,7 @@ def mask_params_of(call: FlashAttentionCall) -> MaskParams:
     arrays = (call.query_positions, call.key_positions, call.query_segments, call.key_segments)
     given = any(spec is not None for spec in arrays)
     elementwise = call.bias is not None or call.mask is not None
+    functions = call.score_mod is not None or call.mask_mod is not None
     left, right = call.window or (None, None)
     farthest = call.query.shape[1] + call.key.shape[1] + abs(call.query_offset)
     if not given:  # clip to the largest distance, so that sums do not overflow
@@ -139,10 +151,13 @@ def mask_params_of(call: FlashAttentionCall) -> MaskParams:
         ranges=max(map(_storage, arrays)),
         masked_first=given or left is not None or bool(chunk),
         masked_first_by_key=given or call.causal or right is not None or bool(chunk),
-        has_full_tiles=call.mask is None and (call.bias is None or call.logits_soft_cap is None),
+        has_full_tiles=call.mask is None
+        and call.mask_mod is None
+        and (call.bias is None or (call.logits_soft_cap is None and call.score_mod is None)),
         causal_by_index=call.causal and call.prefix is None and call.query_positions is None and call.key_positions is None,
         nan_safe=bf16_terms > 1
         or elementwise
+        or functions
         or given
         or call.causal
         or call.window is not None
@@ -153,7 +168,11 @@ def mask_params_of(call: FlashAttentionCall) -> MaskParams:
         threshold=int(dropout.threshold(call.dropout_rate)),
         keep_scale=1 / (1 - call.dropout_rate),
         rounding=rounding,
-        fuse_lse=not rounding and call.bias is None and call.logits_soft_cap is None and call.softmax_scale > 0,
+        fuse_lse=not rounding
+        and not functions
+        and call.bias is None
+        and call.logits_soft_cap is None
+        and call.softmax_scale > 0,
         capped=call.logits_soft_cap is not None,
         unit=unit,
         factor=factor,
@@ -162,6 +181,13 @@ def mask_params_of(call: FlashAttentionCall) -> MaskParams:
         scale=call.softmax_scale,
         normalize=call.normalize_output,
         precision=dot_precision(call.precision, call.query.dtype),
+        score=score_params(call),
+        mask_program=mask_program(call),
+        one=ONE if call.score_mod is not None else None,
+        values=_own(call.mod_values),
+        integers=_own(call.mod_integers),
+        told_batch=_storage(call.batch_index),
+        told_head=_storage(call.head_index),
     )
 
 
@@ -178,7 +204,12 @@ def dot_mode(call: FlashAttentionCall) -> DotPrecision | Literal["bf16x6"]:
 
 
 def _units(call: FlashAttentionCall) -> tuple[float, float, float, float]:
-    """unit, factor, bias_factor, cap_factor. Without a bias and a cap, the scale is folded into the exponential."""
+    """unit, factor, bias_factor, cap_factor. Without a bias and a cap, the scale is folded into the exponential. A score function
+    gets the logits as they are."""
+    if call.score_mod is not None:
+        cap = call.logits_soft_cap
+        to_double = 1.0 if cap is None else 2 * LOG2_E / cap
+        return LOG2_E, call.softmax_scale * to_double, to_double, cap or 0.0
     if call.logits_soft_cap is not None:
         to_double = 2 * LOG2_E / call.logits_soft_cap
         return 1.0, call.softmax_scale * to_double, to_double, call.logits_soft_cap * LOG2_E
@@ -191,6 +222,10 @@ def _storage(spec: Any) -> int:
     if spec is None:
         return 0
     return 2 if spec.shape[0] > 1 else 1
+
+
+def _own(spec: Any) -> int:
+    return spec.shape[1] if spec is not None and spec.shape[0] > 1 else 0
 
 
 def _axes(call: FlashAttentionCall, spec: Any) -> int:

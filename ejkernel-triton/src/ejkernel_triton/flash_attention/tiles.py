@@ -10,6 +10,8 @@ BQ]` and `[BK, 1]` if scores are transposed. `R` is a `MaskParams`.
 import triton
 import triton.language as tl
 
+from ejkernel_triton.flash_attention.score_tiles import MASK, evaluated
+
 
 @triton.jit
 def tile_coordinate(blocks, heads, heads_in_l2, LAST_FIRST: tl.constexpr):
@@ -309,10 +311,19 @@ def statistics_pointer(p, i_batch_head, queries):
 
 @triton.jit
 def mask_pointers(
-    p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, i_batch, i_head, queries,
-    keys, R: tl.constexpr,
+    p_bias, p_mask, p_query_segments, p_key_segments, p_query_positions, p_key_positions, p_list, p_functions, i_batch, i_head,
+    queries, keys, R: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to one batch and head of the arrays that `visible_in` and `bias_in` read, and to the list of `token_at`."""
+    """Pointers to one batch and head of the arrays that `visible_in` and `bias_in` read, to the list of `token_at`, and to the
+    numbers that functions read, with batch and head as those are told."""
+    p_values, p_integers, p_batch, p_head = p_functions
+    i_told_batch, i_told_head = i_batch, i_head
+    if R.told_batch > 0:
+        i_told_batch = tl.load(p_batch + i_batch)
+    if R.told_head == 1:
+        i_told_head = tl.load(p_head + i_head)
+    if R.told_head == 2:
+        i_told_head = tl.load(p_head + i_batch * R.heads + i_head)
     return (
         score_pointer(p_bias, i_batch, i_head, queries, keys, R, R.bias),
         score_pointer(p_mask, i_batch, i_head, queries, keys, R, R.mask),
@@ -321,6 +332,10 @@ def mask_pointers(
         batch_pointer(p_query_positions, i_batch, queries, R.query_positions),
         batch_pointer(p_key_positions, i_batch, keys, R.key_positions),
         p_list,
+        p_values + i_batch.to(tl.int64) * R.values,
+        p_integers + i_batch.to(tl.int64) * R.integers,
+        i_told_batch,
+        i_told_head,
     )
 
 
@@ -360,6 +375,8 @@ def visible_in(p_masks, o_query, o_key, queries, keys, R: tl.constexpr):
         m_visible = m_visible & (b_own == b_other) & (b_own >= 0)
     if R.mask >= 0:
         m_visible = m_visible & load_scores(p_masks[1], o_query, o_key, queries, keys, R.mask).to(tl.int1)
+    if R.mask_program is not None:
+        m_visible = m_visible & evaluated(p_masks, 0.0, o_query, o_key, R, MASK)
     return m_visible
 
 
@@ -367,10 +384,10 @@ def visible_in(p_masks, o_query, o_key, queries, keys, R: tl.constexpr):
 def bias_in(p_masks, m_visible, o_query, o_key, queries, keys, R: tl.constexpr, NAN_SAFE: tl.constexpr):
     """The bias of a tile, and `m_visible` with the entries masked where the bias is -inf.
 
-    A bias of -inf masks by itself, unless the logit is capped or NaN.
+    A bias of -inf masks by itself, unless the logit is capped, goes through a score function, or is NaN.
     """
     b_bias = load_scores(p_masks[0], o_query, o_key, queries, keys, R.bias).to(tl.float32)
-    if NAN_SAFE or R.capped:
+    if NAN_SAFE or R.capped or R.score is not None:
         m_visible = m_visible & (b_bias != float("-inf"))
         b_bias = tl.where(m_visible, b_bias, 0.0)
     return b_bias, m_visible

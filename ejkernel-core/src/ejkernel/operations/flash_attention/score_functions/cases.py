@@ -20,7 +20,7 @@ def _by_table(score: Any, batch: Any, head: Any, query: Any, key: Any, table: An
 
 def _gated(score: Any, batch: Any, head: Any, query: Any, key: Any, gates: Any) -> Any:
     scale, shift = gates["scale"][batch, head, query], gates["shift"][batch, key]
-    return score * scale.astype(score.dtype) + shift.astype(score.dtype)
+    return score * (1 + 0.3 * scale.astype(score.dtype)) + shift.astype(score.dtype)
 
 
 def _by_vectors(score: Any, batch: Any, head: Any, query: Any, key: Any, given: Any) -> Any:

@@ -121,6 +121,12 @@ class ScoreFunction(Spelled):
             return self.nodes[ref.node].shape
         return self.captures[ref.index].shape if isinstance(ref, Captured) else ()
 
+    def dtype_of(self, load: Ref) -> str:
+        """The dtype of an element of `loads`."""
+        while isinstance(load, Result):
+            load = self.nodes[load.node].operands[0]
+        return self.captures[load.index].dtype if isinstance(load, Captured) else ""
+
     def loaded(self, scalars: Mapping[str, Any], values: Any, integers: Any) -> tuple[Any, ...]:
         """The elements that one score needs, from the vectors of all numbers."""
         numbers = {"values": values, "integers": integers}

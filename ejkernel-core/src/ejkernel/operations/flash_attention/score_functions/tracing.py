@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -127,8 +128,9 @@ def _check_signature(name: str, function: Any, count: int, remedy: str) -> None:
 class _Reading:
     """The walk over a program: calls are opened, what depends on arrays alone is computed beforehand."""
 
-    def __init__(self, name: str, tracing: Tracing) -> None:
-        self.name, self.tracing = name, tracing
+    def __init__(self, name: str, tracing: Tracing, *, opened: bool = False) -> None:
+        """`opened`: gradients are taken already, and what brings rules of its own for them is opened like any call."""
+        self.name, self.tracing, self.opened = name, tracing, opened
         self.nodes: list[Node] = []
         self.places: dict[Any, Result] = {}
 
@@ -152,7 +154,7 @@ class _Reading:
 
         for eqn in jaxpr.eqns:
             operands = [ref(atom) for atom in eqn.invars]
-            inner = eqn.params.get("jaxpr") if eqn.primitive.name in _INLINED else None
+            inner = self._inner(eqn)
             if inner is not None:
                 consts = getattr(inner, "consts", ())
                 inner = getattr(inner, "jaxpr", inner)
@@ -164,6 +166,12 @@ class _Reading:
                 results = [self._node(jaxpr, eqn, operands, place) for place in range(len(eqn.outvars))]
             known |= dict(zip(eqn.outvars, results, strict=True))
         return [ref(atom) for atom in jaxpr.outvars]
+
+    def _inner(self, eqn: Any) -> Any:
+        """The program that an equation calls, if it does nothing else."""
+        if self.opened and eqn.primitive.name in _CUSTOM:
+            return eqn.params.get("call_jaxpr")
+        return eqn.params.get("jaxpr") if eqn.primitive.name in _INLINED else None
 
     def _node(self, jaxpr: Any, eqn: Any, operands: list[Any], place: int) -> Any:
         """The ref of one result; indices are not negative, and what is computed twice is computed once."""
@@ -335,3 +343,42 @@ def _spelt(ref: Ref) -> str:
     if isinstance(ref, Constant):
         return f"{np.asarray(ref.value).item()!r}:{np.asarray(ref.value).dtype}"
     return f"@{ref.index}" if isinstance(ref, Captured) else f"%{ref.node}"
+
+
+class Parts(NamedTuple):
+    """A function of single loads as its parts for kernels: what it makes of a score and of `load 0`, `load 1`, ..., which are
+    scalars like the others, and its derivatives by the score and by every load (None of one that is not floating)."""
+
+    result: ScoreFunction
+    by_score: ScoreFunction | None
+    by_loads: tuple[ScoreFunction | None, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def parts_of(function: ScoreFunction, dtype: str, *, masks: bool = False) -> Parts:
+    """The parts of a traced function of scores in this dtype; rules of its own for gradients are opened."""
+    names = (*SCALARS, *(f"load {place}" for place in range(len(function.loads))))
+    integer = jax.ShapeDtypeStruct((), jnp.int32)
+    dtypes = [function.dtype_of(load) for load in function.loads]
+    given = (jax.ShapeDtypeStruct((), dtype), *(integer,) * 4, *(jax.ShapeDtypeStruct((), one) for one in dtypes))
+
+    def computed(*scalars: Any) -> Any:
+        return function.computed(dict(zip(SCALARS, scalars[: len(SCALARS)], strict=True)), scalars[len(SCALARS) :])
+
+    def derivative(place: int) -> Callable[..., Any]:
+        def of(*scalars: Any) -> Any:
+            varied = jax.vjp(lambda one: computed(*scalars[:place], one, *scalars[place + 1 :]), scalars[place])
+            return varied[1](jnp.ones((), dtype))[0]
+
+        return of
+
+    def read(run: Callable[..., Any]) -> ScoreFunction:
+        reading = _Reading("score_mod", Tracing(dtype), opened=True)
+        return reading.read(jax.make_jaxpr(run)(*given), names)
+
+    if masks:
+        return Parts(read(computed), None, ())
+    moving = [place for place, one in enumerate(dtypes) if jnp.issubdtype(one, jnp.floating)]
+    by_loads = [read(derivative(len(SCALARS) + place)) if place in moving else None for place in range(len(dtypes))]
+    result = read(lambda *scalars: jax.vjp(lambda one: computed(one, *scalars[1:]), scalars[0])[0])
+    return Parts(result, read(derivative(0)), tuple(by_loads))
