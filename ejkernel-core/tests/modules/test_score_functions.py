@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import ejkernel
 from ejkernel.call.policy import use
+from ejkernel.operations.flash_attention.score_functions.bounds import static_tiles
 from ejkernel.operations.flash_attention.score_functions.tracing import Tracing
 
 BATCH, HEADS, KEY_HEADS, TOKENS, SIZE = 4, 4, 2, 37, 8
@@ -378,3 +379,43 @@ def test_exports_and_explains() -> None:
     assert_equal(exported.call(QUERY, KEY, VALUE), attend(QUERY, KEY, VALUE))
     told = ejkernel.explain(ejkernel.flash_attention, QUERY, KEY, VALUE, alibi_slopes=SLOPES)
     assert told.forward.chosen is not None and told.forward.chosen.id == "xla"
+
+
+MASKS: dict[str, tuple[Callable[..., Any], float]] = {
+    "causal": (lambda b, h, i, j: i >= j, 0.45),
+    "window": (lambda b, h, i, j: (i >= j) & (i - j < 20), 0.75),
+    "prefix": (lambda b, h, i, j: (i >= j) | (j < 30), 0.3),
+    "dilated window": (lambda b, h, i, j: (abs(i - j) < 40) & ((i - j) % 3 == 0), 0.4),
+    "chunks": (lambda b, h, i, j: i // 32 == j // 32, 0.7),
+    "neighbours": (lambda b, h, i, j: (abs(i // 16 - j // 16) <= 1) & (abs(i % 16 - j % 16) <= 1), 0.5),
+    "by head": (lambda b, h, i, j: jnp.where(h < 2, i >= j, i - j < 10), 0.0),
+    "stripes": (lambda b, h, i, j: ~((i + j) // 50 % 2 == 1), 0.1),
+    "negative": (lambda b, h, i, j: (j - i) // 16 == -2, 0.6),
+    "squares": (lambda b, h, i, j: i * i >= j * 30, 0.1),
+    "floats": (lambda b, h, i, j: i * 0.5 >= j, 0.0),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_tiles_that_a_mask_empties(mask: str) -> None:
+    """None that holds a visible pair counts as empty, none with a hidden one as full; most that are empty are found."""
+    function, least = MASKS[mask]
+    length, block = 128, 8
+    seen = traced(function, masks=True)
+    index = np.arange(length)
+    pairs = np.stack([np.asarray(function(0, head, index[:, None], index[None])) for head in range(HEADS)])
+    tiles = pairs.reshape(HEADS, length // block, block, length // block, block)
+    start = np.arange(0, length, block)
+    found = static_tiles(seen, (start[:, None], start[:, None] + block - 1), (start[None], start[None] + block - 1))
+    assert found is not None
+    some, every = (np.broadcast_to(tile, tiles.shape[1:4:2]) for tile in found)
+    assert not np.any(tiles.any(axis=(0, 2, 4)) & ~some)
+    assert not np.any(every & ~tiles.all(axis=(0, 2, 4)))
+    assert np.mean(~some) >= least
+
+
+def test_products_of_indices_that_overflow_empty_nothing() -> None:
+    """int32 wraps, and so might the mask."""
+    seen = traced(lambda b, h, i, j: i * i >= 0, masks=True)
+    end = np.array([100_000.0])
+    assert static_tiles(seen, (end, end), (end, end)) == (True, False)

@@ -158,7 +158,8 @@ def _visited(
         ), stored
     if not params.ranges:
         return params, inputs.query
-    return params, tile_ranges(call, inputs, *blocks, by_key=by_key) * blocks[0 if by_key else 1]
+    stored = tile_ranges(call, inputs, *blocks, by_key=by_key) * blocks[0 if by_key else 1]
+    return dataclasses.replace(params, ranges=2 if stored.shape[0] > 1 else 1), stored
 
 
 def _attend(

@@ -148,12 +148,10 @@ def mask_params_of(call: FlashAttentionCall) -> MaskParams:
         key_segments=_storage(call.key_segments),
         bias=_axes(call, call.bias),
         mask=_axes(call, call.mask),
-        ranges=max(map(_storage, arrays)),
-        masked_first=given or left is not None or bool(chunk),
-        masked_first_by_key=given or call.causal or right is not None or bool(chunk),
-        has_full_tiles=call.mask is None
-        and call.mask_mod is None
-        and (call.bias is None or (call.logits_soft_cap is None and call.score_mod is None)),
+        ranges=max(*map(_storage, arrays), int(call.mask_mod is not None)),
+        masked_first=call.mask_mod is not None or given or left is not None or bool(chunk),
+        masked_first_by_key=call.mask_mod is not None or given or call.causal or right is not None or bool(chunk),
+        has_full_tiles=call.mask is None and (call.bias is None or (call.logits_soft_cap is None and call.score_mod is None)),
         causal_by_index=call.causal and call.prefix is None and call.query_positions is None and call.key_positions is None,
         nan_safe=bf16_terms > 1
         or elementwise

@@ -15,6 +15,7 @@ import numpy as np
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall
 from ejkernel.operations.flash_attention.pairs import tile_visibility
+from ejkernel.operations.flash_attention.score_functions.bounds import static_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +98,12 @@ def plan(call: FlashAttentionCall, block_q: int, block_k: int) -> Plan:
     else:
         low, high = query_start[:, None] + call.query_offset, query_start[:, None] + call.query_offset + block_q - 1
         some, every = tile_visibility(call, low, high, key_start[None], key_start[None] + block_k - 1, np)
+    if call.mask_mod is not None and call.query_index is None and call.key_index is None:
+        index = tuple(
+            (start, start + block - 1) for start, block in ((query_start[:, None], block_q), (key_start[None], block_k))
+        )
+        if (found := static_tiles(call.mask_mod, *index)) is not None:
+            some = some & np.broadcast_to(found[0], some.shape)
     row, column = np.nonzero(some)
     begins = np.diff(row, prepend=-1) > 0
     tiles = np.stack([query_start[row], key_start[column], first_query[row], first_key[column], begins], axis=1)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ejkernel.operations.flash_attention.interface import FlashAttentionCall, FlashAttentionInputs
 from ejkernel.operations.flash_attention.pairs import tile_visibility
+from ejkernel.operations.flash_attention.score_functions.bounds import device_tiles, static_tiles
 
 _LARGEST = np.int32(2**31 - 1)
 
@@ -43,6 +44,9 @@ def _tiles(call: FlashAttentionCall, inputs: FlashAttentionInputs, block_q: int,
     q_low, q_high = _position_ends(inputs.query_positions, queries, block_q, call.query_offset)
     k_low, k_high = _position_ends(inputs.key_positions, keys, block_k, 0)
     some, every = tile_visibility(call, q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None], jnp)
+    if call.mask_mod is not None:
+        found = _by_function(call, inputs, block_q, block_k)
+        some, every = some & found[0], every & found[1]
     every = every & _complete(queries, block_q)[None, :, None] & _complete(keys, block_k)[None, None]
     if inputs.query_segments is not None:
         own, other = _segment_ends(inputs.query_segments, block_q), _segment_ends(inputs.key_segments, block_k)
@@ -50,6 +54,24 @@ def _tiles(call: FlashAttentionCall, inputs: FlashAttentionInputs, block_q: int,
         some = some & (own[0] <= other[1]) & (other[0] <= own[1])
         every = every & (own[2] == own[1]) & (other[2] == other[1]) & (own[1] == other[1]) & (own[2] >= 0)
     return some, every
+
+
+def _by_function(call: FlashAttentionCall, inputs: FlashAttentionInputs, block_q: int, block_k: int) -> tuple[Any, Any]:
+    """The same by the mask function: by bounds, or pair by pair."""
+    assert call.mask_mod is not None
+    ends = (_index_ends(call.query.shape[1], block_q), _index_ends(call.key.shape[1], block_k))
+    found = static_tiles(call.mask_mod, tuple(end[:, None] for end in ends[0]), tuple(end[None] for end in ends[1]))
+    if found is None or call.query_index is not None or call.key_index is not None:
+        return device_tiles(call, inputs, call.mask_mod, block_q, block_k)
+    shape = len(ends[0][0]), len(ends[1][0])
+    some, every = (jnp.asarray(np.broadcast_to(tiles, shape)[None]) for tiles in found)
+    return some, every
+
+
+def _index_ends(length: int, block: int) -> tuple[Any, Any]:
+    """First and last index of each block."""
+    start = np.arange(0, length, block)
+    return start, np.minimum(start + block, length) - 1
 
 
 def _complete(length: int, block: int) -> Any:

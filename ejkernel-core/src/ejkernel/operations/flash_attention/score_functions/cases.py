@@ -80,7 +80,7 @@ def score_cases(arrays: Callable[..., Any]) -> tuple[Case, ...]:
         Case("alibi", arrays(19, 23, heads=4, key_heads=2, extra=given(alibi_slopes=(4,)))),
         Case("alibi-rows", arrays(21, extra=given(alibi_slopes=(2, 2))), {"causal": True}),
         Case(
-            "alibi-bottom-right",
+            "alibi-last-queries",
             arrays(9, 23, extra=given(alibi_slopes=(2,))),
             {"causal": True, "causal_alignment": "bottom_right"},
         ),

@@ -58,7 +58,7 @@ class Node:
         primitive: its name.
         params: its parameters.
         operands: what it reads.
-        shape: of the result.
+        shape, dtype: of the result.
         accesses: whether it only takes elements of an array out of it.
         run: the result, from the values of the operands.
         derivative: the text of a gradient of its own.
@@ -68,6 +68,7 @@ class Node:
     params: Mapping[str, Any]
     operands: tuple[Ref, ...]
     shape: tuple[int, ...]
+    dtype: str
     accesses: bool
     run: Callable[[Sequence[Any]], Any]
     derivative: str

@@ -190,6 +190,7 @@ class _Reading:
             dict(eqn.params),
             tuple(operands),
             tuple(eqn.outvars[place].aval.shape),
+            str(eqn.outvars[place].aval.dtype),
             primitive in _ACCESSES and from_array,
             lambda values: run(values)[place],
             _derivative(run, eqn) if primitive in _CUSTOM else "",
