@@ -23,12 +23,17 @@ import ejkernel
 from ejkernel._plugins.catalog import FACADES
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from site_pages import both_schemes, front_matter, whole_identifiers  # noqa: E402 - beside this file, also where a test loads it
+
 DOCS = ROOT / "docs"
 SETTINGS = ROOT / "mkdocs.yml"
 OUT = ROOT / "build" / "site"
 BESIDE = {"README.md": "overview.md", **{name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")}}
 """Pages of the repository that are pages of the site too, and their names there: a README would be taken for the home page."""
 
+SOURCE = re.compile(r'(?<=[ "])(src|srcset)="([^":]+)"')
 LINK = re.compile(r"(!?)\[((?:[^\]\[]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
@@ -223,19 +228,36 @@ def with_links(page: Path, pages: Path) -> str:
         file, _, anchor = target.partition("#")
         if "://" in target or target.startswith("mailto:") or not file:
             return match[0]
-        wanted = (page.parent / file).resolve()
-        name = staged_name(wanted)
-        if name is None and mark:
-            name = f"pictures/{wanted.name}"
-            (pages / "pictures").mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(wanted, pages / name)
+        name = _staged_target(page, file, pages, picture=bool(mark))
         if name is None:
             return text
-        relative = os.path.relpath(name, Path(own).parent).replace(os.sep, "/")
-        return f"{mark}[{text}]({relative}{'#' + anchor if anchor else ''})"
+        return f"{mark}[{text}]({_relative(name, own)}{'#' + anchor if anchor else ''})"
+
+    def source(match: re.Match[str]) -> str:
+        name = _staged_target(page, match[2], pages, picture=True)
+        assert name is not None
+        return f'{match[1]}="{_relative(name, own)}"'
 
     pieces = FENCE.split(page.read_text())
-    return "".join(piece if piece.startswith("```") else LINK.sub(link, piece) for piece in pieces)
+    return "".join(
+        piece if piece.startswith("```") else both_schemes(whole_identifiers(SOURCE.sub(source, LINK.sub(link, piece))))
+        for piece in pieces
+    )
+
+
+def _staged_target(page: Path, file: str, pages: Path, *, picture: bool) -> str | None:
+    """Where the file that a page names stands on the site; None if it does not."""
+    wanted = (page.parent / file).resolve()
+    name = staged_name(wanted)
+    if name is None and picture:
+        name = f"pictures/{wanted.name}"
+        (pages / "pictures").mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(wanted, pages / name)
+    return name
+
+
+def _relative(name: str, own: str) -> str:
+    return os.path.relpath(name, Path(own).parent).replace(os.sep, "/")
 
 
 def stage(out: Path) -> None:
@@ -249,7 +271,8 @@ def stage(out: Path) -> None:
         target = pages / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":
-            target.write_text(with_links(path, pages))
+            text = with_links(path, pages)
+            target.write_text(front_matter(text) + text)
         elif path.is_file():
             shutil.copyfile(path, target)
     (pages / "reference").mkdir()

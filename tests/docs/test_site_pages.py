@@ -55,3 +55,21 @@ def test_links_hold_on_the_site(site, tmp_path, monkeypatch):
         "```text\n[g](../../tests/x.py)\n```\n"
     )
     assert (tmp_path / "pages" / "pictures" / "picture.png").read_bytes() == b"bits"
+
+
+def test_pictures_and_tables_become_the_sites(site):
+    """Of a picture with a dark form the theme shows one; short code and dates in cells are kept in one piece, calls are not."""
+    assert (
+        site.both_schemes(
+            '<picture><source media="(prefers-color-scheme: dark)" srcset="b.svg"><img alt="A" src="a.svg" width="9"></picture>'
+        )
+        == '<img alt="A" src="a.svg#only-light" width="9"><img alt="A" src="b.svg#only-dark" width="9">'
+    )
+    call = "f(a, b, c, d, e, g, h, i, j, k, l, m, n, o, p, q)"
+    assert site.whole_identifiers(f"`a` 2026-01-02\n| `a-b` | `{call}` | 2026-01-02 |\n") == (
+        f'`a` 2026-01-02\n| `a-b`{{ .whole }} | `{call}` | <span class="whole">2026-01-02</span> |\n'
+    )
+
+
+def test_a_page_with_a_wide_table_leaves_its_contents_out(site):
+    assert "toc" in site.front_matter("|" + "---|" * 8) and site.front_matter("| a |\n|---|\n") == ""
