@@ -21,6 +21,7 @@ from typing import Any
 
 import ejkernel
 from ejkernel._plugins.catalog import FACADES
+from ejkernel_bench.report import write_section
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -278,6 +279,10 @@ def stage(out: Path) -> None:
     (pages / "reference").mkdir()
     for name, page in REFERENCES.items():
         (pages / "reference" / f"{name}.md").write_text(reference_page(page))
+    counted = write_section(sorted((ROOT / "benchmarks" / "results").glob("bench_*.json")), pages / "measurements")
+    with (pages / "measurements" / "index.md").open("a") as page:
+        page.write("\n| operation | beside other libraries |\n|---|---|\n")
+        page.writelines(f"| [`{name}`{{ .whole }}]({name}.md) | {line} |\n" for name, line in counted.items())
     shutil.copyfile(SETTINGS, out / SETTINGS.name)
 
 

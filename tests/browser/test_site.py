@@ -46,7 +46,45 @@ def test_search_finds_a_function(browser, address):
     assert f"{address}/reference/attention.html" in {result.partition("#")[0].partition("?")[0] for result in results}
 
 
-@pytest.mark.parametrize("page", ["index", "reference/attention", "operations/attention", "evidence/benchmarks_cpu"])
+def test_the_last_columns_fit_on_a_desk(browser, address):
+    browser.set_window_size(1280, 900)
+    for page in ("index", "evidence/losses", "measurements/index", "benchmarks"):
+        browser.get(f"{address}/{page}.html")
+        cut = browser.execute_script(
+            "return [...document.querySelectorAll('.md-typeset table')].filter((one) => {"
+            "  const around = one.closest('.md-typeset__scrollwrap') ?? one; return around.scrollWidth > around.clientWidth; })"
+            ".map((one) => one.textContent.slice(0, 40))"
+        )
+        assert cut == [], page
+
+
+def test_measurements_are_filtered(browser, address):
+    """By device and phase; headings and records go with what they belong to."""
+    browser.set_window_size(1280, 900)
+    browser.get(f"{address}/measurements/linear_recurrence.html")
+    shown = lambda selector: browser.execute_script(
+        "return [...document.querySelectorAll(arguments[0])].filter((one) => one.offsetParent).map((one) => one.textContent)",
+        selector,
+    )
+    assert len(shown("article h2")) == 3
+    everything = len(shown(".measurement"))
+    choose = (
+        "const one = document.querySelector(`select[name=${arguments[0]}]`);"
+        "one.value = arguments[1]; one.dispatchEvent(new Event('change'))"
+    )
+    browser.execute_script(choose, "device", "NVIDIA H200")
+    assert [heading.startswith("NVIDIA H200") for heading in shown("article h2")] == [True]
+    assert all("h200.json" in code for code in shown("article > p > a"))
+    browser.execute_script(choose, "phase", "forward")
+    assert 0 < len(shown(".measurement")) < everything
+    for name in ("device", "phase"):
+        browser.execute_script(choose, name, "")
+    assert len(shown(".measurement")) == everything
+
+
+@pytest.mark.parametrize(
+    "page", ["index", "measurements/flash_attention", "reference/attention", "operations/attention", "evidence/benchmarks_cpu"]
+)
 def test_a_phone_shows_a_page_without_scrolling_sideways(browser, address, page):
     browser.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
