@@ -50,13 +50,13 @@ CLIENT_FILES = ("overrides.txt", "requirements.txt")
 FRAMEWORKS = ("dm-haiku", "equinox", "flax", "optax")
 """What tutorials train with."""
 
-SITE = ("zensical==0.0.73", "mkdocstrings[python]==1.0.8")
-"""What builds the documentation site."""
-
 DOCUMENTERS = ("cyclonedx-python-lib[json-validation]>=11", "uv>=0.9")
 """What writes and checks the documents of a release."""
 
 CHECKERS = ("nox", "mypy==2.4.1", "pyright[nodejs]==1.1.414", "ruff==0.17.5")
+
+SITE = ("zensical==0.0.73", "mkdocstrings[python]==1.0.8", next(one for one in CHECKERS if one.startswith("ruff")))
+"""What builds the documentation site; ruff breaks its signatures into lines."""
 
 nox.options.sessions = [
     "lint",

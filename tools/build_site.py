@@ -26,6 +26,9 @@ from ejkernel_bench.report import write_section
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+import site_papers  # noqa: E402 - beside this file, also where a test loads it
+import site_search  # noqa: E402
+import site_types  # noqa: E402
 from site_pages import both_schemes, front_matter, whole_identifiers  # noqa: E402 - beside this file, also where a test loads it
 
 DOCS = ROOT / "docs"
@@ -212,6 +215,15 @@ def reference_page(page: Reference) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def papers_page() -> str:
+    """The papers of each function that names some."""
+    rows = ["| function | sources |", "|---|---|"]
+    for name in sorted({name for page in REFERENCES.values() for home in page.homes for name in functions(home)}):
+        if found := site_papers.sources(inspect.getdoc(getattr(ejkernel, name)) or ""):
+            rows.append(f"| [`{name}`{{ .whole }}][ejkernel.{name}] | {found} |")
+    return "\n\n".join(("# Papers", "What each function computes, by those who wrote it down first.", "\n".join(rows))) + "\n"
+
+
 def staged_name(path: Path) -> str | None:
     """Where a page of the repository stands on the site."""
     if path.is_relative_to(DOCS):
@@ -279,6 +291,8 @@ def stage(out: Path) -> None:
     (pages / "reference").mkdir()
     for name, page in REFERENCES.items():
         (pages / "reference" / f"{name}.md").write_text(reference_page(page))
+    (pages / "reference" / "types.md").write_text(site_types.types_page())
+    (pages / "reference" / "papers.md").write_text(papers_page())
     counted = write_section(sorted((ROOT / "benchmarks" / "results").glob("bench_*.json")), pages / "measurements")
     with (pages / "measurements" / "index.md").open("a") as page:
         page.write("\n| operation | beside other libraries |\n|---|---|\n")
@@ -289,7 +303,10 @@ def stage(out: Path) -> None:
 def main() -> int:
     stage(OUT)
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", str(OUT / SETTINGS.name)]
-    return subprocess.run(command, cwd=OUT, env={**os.environ, "NO_COLOR": "1"}, check=False).returncode
+    status = subprocess.run(command, cwd=OUT, env={**os.environ, "NO_COLOR": "1"}, check=False).returncode
+    if status == 0:
+        site_search.put_in_order(OUT / "html" / "search.json")
+    return status
 
 
 if __name__ == "__main__":

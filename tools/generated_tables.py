@@ -289,7 +289,9 @@ def versions() -> str:
 def variables() -> str:
     """Every environment variable, in Markdown."""
     lines = ["| variable | meaning | default |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| `{one.name}` | {one.meaning} | {one.default} |" for one in VARIABLES)])
+    return "\n".join(
+        [*lines, *(f'| <a id="{one.name.lower()}"></a>`{one.name}` | {one.meaning} | {one.default} |' for one in VARIABLES)]
+    )
 
 
 def losses() -> str:

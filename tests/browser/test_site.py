@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import re
 import threading
 import time
 
@@ -32,7 +33,8 @@ def until(found, seconds: float = 15):
     return result
 
 
-def test_search_finds_a_function(browser, address):
+def found(browser, address, words: str) -> list[str]:
+    """Pages and anchors that the search finds, the best first."""
     browser.set_window_size(1200, 900)
     browser.get(f"{address}/index.html")
     browser.find_element("css selector", ".md-search__button").click()
@@ -41,9 +43,29 @@ def test_search_finds_a_function(browser, address):
     )
     root = until(lambda: browser.execute_script(inside))
     assert root, "no search field"
-    root.find_element("css selector", "input").send_keys("flash_attn_varlen")
+    root.find_element("css selector", "input").send_keys(words)
     results = until(lambda: [one.get_attribute("href") for one in root.find_elements("css selector", "[role=listbox] a")])
-    assert f"{address}/reference/attention.html" in {result.partition("#")[0].partition("?")[0] for result in results}
+    return [re.sub(r"\?[^#]*", "", result.removeprefix(f"{address}/")) for result in results]
+
+
+def test_search_finds_a_function(browser, address):
+    assert "reference/attention.html" in {result.partition("#")[0] for result in found(browser, address, "flash_attn_varlen")}
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ("EJKERNEL_LOG", "environment.html#ejkernel_log"),
+        ("speculative", "words.html#speculative-decoding"),
+        ("GQA", "words.html#grouped-query-attention-gqa"),
+        ("softmax", "operations/attention.html"),
+    ],
+)
+def test_search_finds_what_explains_first(browser, address, words, first):
+    """And notes on what was measured after it."""
+    results = found(browser, address, words)
+    assert results[0].removesuffix("#__skip") == first
+    assert not any(result.startswith("evidence/") for result in results[:3])
 
 
 def test_the_last_columns_fit_on_a_desk(browser, address):

@@ -51,7 +51,7 @@ def operation_page(operation: str, kinds: Mapping[str, Sequence[Recorded]], lost
     styles = looks([row.case for rows in kinds.values() for row in rows])
     parts = [
         "---\nhide:\n  - toc\n---",
-        f"# {operation}: measurements",
+        f"# Measurements: {operation}",
         f"{_counted(*lost)} Above 1 ours is faster.",
         legend(styles),
     ]
