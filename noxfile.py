@@ -547,7 +547,8 @@ def tuned(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def tables(session: nox.Session) -> None:
-    """Rewrite the tables of README and docs, and the pictures of docs/masks.md."""
+    """Rewrite the tables of README and docs, and the pictures of docs/masks.md and of the front page."""
     python = str(main_environment(session))
     session.run(python, "tools/generated_tables.py", external=True)
     session.run(python, "tools/draw_masks.py", external=True)
+    session.run(python, "tools/draw_peers.py", external=True)

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import site_papers  # noqa: E402 - beside this file, also where a test loads it
 import site_search  # noqa: E402
 import site_types  # noqa: E402
-from site_pages import both_schemes, front_matter, whole_identifiers  # noqa: E402 - beside this file, also where a test loads it
+from site_pages import both_schemes, front_matter, whole_identifiers, without_marks  # noqa: E402 - beside this file, also where a test loads it
 
 DOCS = ROOT / "docs"
 SETTINGS = ROOT / "mkdocs.yml"
@@ -253,7 +253,9 @@ def with_links(page: Path, pages: Path) -> str:
 
     pieces = FENCE.split(page.read_text())
     return "".join(
-        piece if piece.startswith("```") else both_schemes(whole_identifiers(SOURCE.sub(source, LINK.sub(link, piece))))
+        piece
+        if piece.startswith("```")
+        else both_schemes(whole_identifiers(SOURCE.sub(source, LINK.sub(link, without_marks(piece)))))
         for piece in pieces
     )
 

@@ -10,6 +10,7 @@ PICTURE = re.compile(
 """As GitHub takes it: by the system's setting, which the switch of the site does not change."""
 
 CODE = re.compile(r"(?<!`)`([^`|\n]+)`(?!`)(?!\{)")
+MARK = re.compile(r"<!--(?:[a-z]\w*|/)-->")
 DATE = re.compile(r"(?<![\w-])\d{4}-\d\d-\d\d(?![\w-])")
 WHOLE = 44
 """Characters of code that a cell of a table never breaks; longer ones are calls, which break at their spaces."""
@@ -28,6 +29,11 @@ def both_schemes(text: str) -> str:
         )
 
     return PICTURE.sub(images, text)
+
+
+def without_marks(text: str) -> str:
+    """Measured values without the comments around them, which at the beginning of a line would end a paragraph."""
+    return MARK.sub("", text)
 
 
 def whole_identifiers(text: str) -> str:

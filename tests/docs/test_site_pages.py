@@ -120,5 +120,11 @@ def test_pictures_and_tables_become_the_sites(site):
     )
 
 
+def test_measured_values_lose_their_marks(site):
+    assert (
+        site.without_marks("It takes\n<!--time-->4.2<!--/--> ms. <!-- a comment -->") == "It takes\n4.2 ms. <!-- a comment -->"
+    )
+
+
 def test_a_page_with_a_wide_table_leaves_its_contents_out(site):
     assert "toc" in site.front_matter("|" + "---|" * 8) and site.front_matter("| a |\n|---|\n") == ""
