@@ -50,7 +50,7 @@ def chart(rows: Sequence[Recorded], styles: Mapping[str, Look]) -> str:
 
     ticks = log_ticks(math.exp(low), math.exp(high))
     every = max(1, math.ceil(len(ticks) / 5))
-    axis = "".join(f'<span style="left:{at(tick)}">{_tick(tick)}</span>' for tick in ticks[::every])
+    axis = "".join(_label(at(tick), _tick(tick)) for tick in ticks[::every])
     several = {row.case.case for row in rows if sum(other.case.case == row.case.case for other in rows) > 1}
     lines = [_row(row, at, styles, dated=row.case.case in several) for row in rows]
     return f'<div class="bench-chart"><div class="bench-axis"><div>{axis}</div></div>{"".join(lines)}</div>'
@@ -95,6 +95,12 @@ def _mark(look: Look, *, hollow: bool, left: str | None = None, title: str = "")
     where = f' style="left:{left}"' if left else ""
     text = f"<title>{escape(title)}</title>" if title else ""
     return f'<svg class="bench-mark" viewBox="-8 -8 16 16" width="16" height="16"{where}>{text}<path d="{path}" {fill}/></svg>'
+
+
+def _label(left: str, text: str) -> str:
+    """A number at the axis, which ends there where it would leave the page."""
+    inwards = ";transform:translateX(-100%)" if float(left[:-1]) > 92 else ""
+    return f'<span style="left:{left}{inwards}">{text}</span>'
 
 
 def _tick(seconds: float) -> str:
