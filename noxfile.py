@@ -50,13 +50,13 @@ CLIENT_FILES = ("overrides.txt", "requirements.txt")
 FRAMEWORKS = ("dm-haiku", "equinox", "flax", "optax")
 """What tutorials train with."""
 
-SITE = ("zensical==0.0.73", "mkdocstrings[python]==1.0.8")
-"""What builds the documentation site."""
-
 DOCUMENTERS = ("cyclonedx-python-lib[json-validation]>=11", "uv>=0.9")
 """What writes and checks the documents of a release."""
 
 CHECKERS = ("nox", "mypy==2.4.1", "pyright[nodejs]==1.1.414", "ruff==0.17.5")
+
+SITE = ("zensical==0.0.73", "mkdocstrings[python]==1.0.8", next(one for one in CHECKERS if one.startswith("ruff")))
+"""What builds the documentation site; ruff breaks its signatures into lines."""
 
 nox.options.sessions = [
     "lint",
@@ -547,7 +547,8 @@ def tuned(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def tables(session: nox.Session) -> None:
-    """Rewrite the tables of README and docs, and the pictures of docs/masks.md."""
+    """Rewrite the tables of README and docs, and the pictures of docs/masks.md and of the front page."""
     python = str(main_environment(session))
     session.run(python, "tools/generated_tables.py", external=True)
     session.run(python, "tools/draw_masks.py", external=True)
+    session.run(python, "tools/draw_peers.py", external=True)

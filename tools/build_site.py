@@ -21,14 +21,23 @@ from typing import Any
 
 import ejkernel
 from ejkernel._plugins.catalog import FACADES
+from ejkernel_bench.report import write_section
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import site_papers  # noqa: E402 - beside this file, also where a test loads it
+import site_search  # noqa: E402
+import site_types  # noqa: E402
+from site_pages import both_schemes, front_matter, whole_identifiers, without_marks  # noqa: E402 - beside this file, also where a test loads it
+
 DOCS = ROOT / "docs"
 SETTINGS = ROOT / "mkdocs.yml"
 OUT = ROOT / "build" / "site"
 BESIDE = {"README.md": "overview.md", **{name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")}}
 """Pages of the repository that are pages of the site too, and their names there: a README would be taken for the home page."""
 
+SOURCE = re.compile(r'(?<=[ "])(src|srcset)="([^":]+)"')
 LINK = re.compile(r"(!?)\[((?:[^\]\[]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
@@ -206,6 +215,15 @@ def reference_page(page: Reference) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def papers_page() -> str:
+    """The papers of each function that names some."""
+    rows = ["| function | sources |", "|---|---|"]
+    for name in sorted({name for page in REFERENCES.values() for home in page.homes for name in functions(home)}):
+        if found := site_papers.sources(inspect.getdoc(getattr(ejkernel, name)) or ""):
+            rows.append(f"| [`{name}`{{ .whole }}][ejkernel.{name}] | {found} |")
+    return "\n\n".join(("# Papers", "What each function computes, by those who wrote it down first.", "\n".join(rows))) + "\n"
+
+
 def staged_name(path: Path) -> str | None:
     """Where a page of the repository stands on the site."""
     if path.is_relative_to(DOCS):
@@ -223,19 +241,38 @@ def with_links(page: Path, pages: Path) -> str:
         file, _, anchor = target.partition("#")
         if "://" in target or target.startswith("mailto:") or not file:
             return match[0]
-        wanted = (page.parent / file).resolve()
-        name = staged_name(wanted)
-        if name is None and mark:
-            name = f"pictures/{wanted.name}"
-            (pages / "pictures").mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(wanted, pages / name)
+        name = _staged_target(page, file, pages, picture=bool(mark))
         if name is None:
             return text
-        relative = os.path.relpath(name, Path(own).parent).replace(os.sep, "/")
-        return f"{mark}[{text}]({relative}{'#' + anchor if anchor else ''})"
+        return f"{mark}[{text}]({_relative(name, own)}{'#' + anchor if anchor else ''})"
+
+    def source(match: re.Match[str]) -> str:
+        name = _staged_target(page, match[2], pages, picture=True)
+        assert name is not None
+        return f'{match[1]}="{_relative(name, own)}"'
 
     pieces = FENCE.split(page.read_text())
-    return "".join(piece if piece.startswith("```") else LINK.sub(link, piece) for piece in pieces)
+    return "".join(
+        piece
+        if piece.startswith("```")
+        else both_schemes(whole_identifiers(SOURCE.sub(source, LINK.sub(link, without_marks(piece)))))
+        for piece in pieces
+    )
+
+
+def _staged_target(page: Path, file: str, pages: Path, *, picture: bool) -> str | None:
+    """Where the file that a page names stands on the site; None if it does not."""
+    wanted = (page.parent / file).resolve()
+    name = staged_name(wanted)
+    if name is None and picture:
+        name = f"pictures/{wanted.name}"
+        (pages / "pictures").mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(wanted, pages / name)
+    return name
+
+
+def _relative(name: str, own: str) -> str:
+    return os.path.relpath(name, Path(own).parent).replace(os.sep, "/")
 
 
 def stage(out: Path) -> None:
@@ -249,19 +286,29 @@ def stage(out: Path) -> None:
         target = pages / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":
-            target.write_text(with_links(path, pages))
+            text = with_links(path, pages)
+            target.write_text(front_matter(text) + text)
         elif path.is_file():
             shutil.copyfile(path, target)
     (pages / "reference").mkdir()
     for name, page in REFERENCES.items():
         (pages / "reference" / f"{name}.md").write_text(reference_page(page))
+    (pages / "reference" / "types.md").write_text(site_types.types_page())
+    (pages / "reference" / "papers.md").write_text(papers_page())
+    counted = write_section(sorted((ROOT / "benchmarks" / "results").glob("bench_*.json")), pages / "measurements")
+    with (pages / "measurements" / "index.md").open("a") as page:
+        page.write("\n| operation | beside other libraries |\n|---|---|\n")
+        page.writelines(f"| [`{name}`{{ .whole }}]({name}.md) | {line} |\n" for name, line in counted.items())
     shutil.copyfile(SETTINGS, out / SETTINGS.name)
 
 
 def main() -> int:
     stage(OUT)
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", str(OUT / SETTINGS.name)]
-    return subprocess.run(command, cwd=OUT, env={**os.environ, "NO_COLOR": "1"}, check=False).returncode
+    status = subprocess.run(command, cwd=OUT, env={**os.environ, "NO_COLOR": "1"}, check=False).returncode
+    if status == 0:
+        site_search.put_in_order(OUT / "html" / "search.json")
+    return status
 
 
 if __name__ == "__main__":

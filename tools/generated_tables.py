@@ -11,8 +11,11 @@ import argparse
 import ast
 import importlib
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,13 +23,16 @@ from typing import Any
 
 from ejkernel._plugins.settings import VARIABLES
 from ejkernel_bench._document import Case, Document, Run, read_document
+from ejkernel_bench._history import Compared, newest
 from ejkernel_bench._order import as_dispatched_now
-from ejkernel_bench._standing import Standing, against, standing
+from ejkernel_bench._standing import standing
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import default_order  # noqa: E402 - scripts beside this one, also where a test loads this file
+import hardware_table  # noqa: E402
+import training_tables  # noqa: E402
 from measured import filled  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -96,86 +102,6 @@ def implemented() -> str:
         ]
         lines.append(f"| {platform} | {', '.join(backends)} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def training() -> str:
-    """Training steps beside plain JAX and the best kernels of others, what we lose first, in Markdown."""
-    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("train_*.json"))]
-    return "\n".join(training_steps([record for record in found if "protocol" in record]))
-
-
-def scaling() -> str:
-    """Training steps on several devices against one device of the same run, in Markdown."""
-    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("train_*.json"))]
-    return "\n".join(scaled_steps([record for record in found if "one_device" in record]))
-
-
-BUILDS = {"ejkernel": "ejkernel", "plain": "plain JAX", "peers": "others' best"}
-
-
-def training_steps(records: Sequence[dict[str, Any]]) -> list[str]:
-    """A row for each record whose builds compute the same; then those whose builds do not, or of which one failed."""
-    if not records:
-        return ["No run is recorded yet."]
-    names = list(BUILDS.values())
-    heads = ["model", *(f"tokens/s, {name}" for name in names), *(f"ours / {name}" for name in names[1:])]
-    heads += [f"GiB: {' / '.join(names)}", "device, date, commit"]
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    agreed = [record for record in records if all(build["agreement"]["agrees"] for build in record["builds"])]
-    for record in sorted(agreed, key=_least):
-        builds, ratios = _builds(record), _training_ratios(record)
-        number = f"{record['devices']} x " if record["devices"] > 1 else ""
-        cells = [
-            _trained(record),
-            *(f"{builds[name]['tokens_per_second']:,.0f}" if name in builds else "failed" for name in BUILDS),
-            *(f"{ratios[name]:.2f}" if name in ratios else "-" for name in ("plain", "peers")),
-            " / ".join(f"{builds[name]['program_bytes'] / 2**30:.1f}" if name in builds else "-" for name in BUILDS),
-            f"{number}{record['device']}, {record['date'][:10]}, {(record.get('commit') or 'unknown')[:10]}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    remarks = [
-        f"- {_trained(one)}: builds differ by more than rounding, so it is left out" for one in records if one not in agreed
-    ]
-    remarks += [f"- {_trained(one)}: {BUILDS[build['kernels']]} failed" for one in records for build in one["failed"]]
-    return [*lines, *(["", *remarks] if remarks else [])]
-
-
-def scaled_steps(records: Sequence[dict[str, Any]]) -> list[str]:
-    """A row for each record of several devices: each build over its own rate on one, times their number."""
-    if not records:
-        return ["No run is recorded yet."]
-    lines = [f"| model | {' | '.join(f'{name}, of N times one device' for name in BUILDS.values())} |", "|---|---|---|---|"]
-    for record in records:
-        builds, one = _builds(record), record["one_device"]
-        shares = [
-            f"{builds[name]['tokens_per_second'] / one[name] / record['devices']:.2f}"
-            if name in builds and name in one
-            else "-"
-            for name in BUILDS
-        ]
-        lines.append(f"| {_trained(record)} | {' | '.join(shares)} |")
-    return lines
-
-
-def _builds(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {build["kernels"]: build for build in record["builds"] if not build["plain"]}
-
-
-def _training_ratios(record: dict[str, Any]) -> dict[str, float]:
-    """Our tokens per second over each of the others'."""
-    rates = {name: build["tokens_per_second"] for name, build in _builds(record).items()}
-    return {name: rates["ejkernel"] / rate for name, rate in rates.items() if name != "ejkernel" and "ejkernel" in rates}
-
-
-def _least(record: dict[str, Any]) -> float:
-    return min(_training_ratios(record).values(), default=0.0)
-
-
-def _trained(record: dict[str, Any]) -> str:
-    config = record["config"]
-    remat = f"remat {config['remat']}" if config["remat"] != "none" else ""
-    parts = [f"{config['model']} {config['size']}", "float8" if config["float8"] else "", config["mesh"], remat]
-    return ", ".join([*(part for part in parts if part), f"{config['batch']} x {config['length']}"])
 
 
 def speed() -> str:
@@ -363,7 +289,9 @@ def versions() -> str:
 def variables() -> str:
     """Every environment variable, in Markdown."""
     lines = ["| variable | meaning | default |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| `{one.name}` | {one.meaning} | {one.default} |" for one in VARIABLES)])
+    return "\n".join(
+        [*lines, *(f'| <a id="{one.name.lower()}"></a>`{one.name}` | {one.meaning} | {one.default} |' for one in VARIABLES)]
+    )
 
 
 def losses() -> str:
@@ -377,25 +305,23 @@ def lost_cases(documents: Sequence[tuple[str, Document]]) -> list[str]:
     A case is listed if the peer's median is the shorter one; where the interval of the ratio includes 1 it is unresolved, and says
     so. Of records of one case beside one peer the newest counts.
     """
-    kinds: dict[str, dict[tuple[str, ...], tuple[str, str, Case, Standing]]] = {}
-    for name, document in sorted(documents, key=lambda pair: pair[1].date):
-        for case in as_dispatched_now(document).cases:
-            for peer in (run for run in case.runs if run.kind == "peer" and run.ok):
-                if (found := against(case, peer)).word != "alone":
-                    kinds.setdefault(document.kind, {})[*case.key, peer.name] = (name, document.date[:10], case, found)
     lines: list[str] = []
-    for kind, newest in sorted(kinds.items()):
-        worst: dict[tuple[str, ...], tuple[str, str, Case, Standing]] = {}
-        for one in sorted(newest.values(), key=lambda one: one[3].ratio or 0):
-            worst.setdefault(one[2].key, one)
-        behind = [one for one in worst.values() if one[3].ratio and one[3].ratio < 1]
-        lost = sum(one[3].word == "loss" for one in behind)
+    for kind, worst in newest(documents).items():
+        behind = [one for one in worst if one.standing.ratio and one.standing.ratio < 1]
+        lost = sum(one.standing.word == "loss" for one in behind)
+        unresolved = len(behind) - lost
         counted = f"{lost} of {len(worst)} cases that a peer runs too are lost"
-        lines += ["", f"## {kind}", "", f"{counted}, and {len(behind) - lost} more are behind and unresolved.", ""]
+        lines += [
+            "",
+            f"## {kind}",
+            "",
+            f"{counted}, and {unresolved} more {'is' if unresolved == 1 else 'are'} behind and unresolved.",
+            "",
+        ]
         if behind:
             head = ("case", "dtype", "phase", "ours", "its time / ours", "faster", "record", "made")
             lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-        lines += [_lost_row(*one) for one in behind]
+        lines += [_lost_row(one) for one in behind]
     return lines[1:]
 
 
@@ -418,22 +344,44 @@ def grid_of_shapes() -> str:
     return "\n".join(["```text", f"The default lost {lost} of {len(rows)} calls.", "", *default_order.orders(rows), "```"])
 
 
-def _lost_row(record: str, made: str, case: Case, found: Standing) -> str:
+def explained() -> str:
+    """What `explain` prints for a device that need not be there, with the plugins that need no library, in Markdown."""
+    program = (
+        "import ejkernel, jax, jax.numpy as jnp\n"
+        "query = key = value = jax.ShapeDtypeStruct((1, 2048, 8, 64), jnp.bfloat16)\n"
+        "with ejkernel.use(target='gpu:8.0'):\n"
+        "    print(ejkernel.explain('flash_attention', query, key, value, causal=True).forward)"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"EJKERNEL_PLUGINS": "xla,triton,pallas", "EJKERNEL_CACHE_DIR": folder, "JAX_PLATFORMS": "cpu"}
+        found = {name: value for name, value in os.environ.items() if not name.startswith("EJKERNEL_")} | settings
+        run = subprocess.run([sys.executable, "-c", program], env=found, capture_output=True, text=True, check=True)
+    return f"```text\n{run.stdout.strip()}\n```"
+
+
+def _lost_row(one: Compared) -> str:
+    case, found = one.case, one.standing
     assert case.ours and found.ratio and found.interval
     low, high = found.interval
     label = f"`{case.operation} {case.case.removeprefix('bench-')}` | {case.dtype} | {case.phase} | {case.ours.name}"
     ratio = f"{found.ratio:.2f} ({low:.2f} to {high:.2f})" + ("" if found.word == "loss" else ", unresolved")
-    return f"| {label} | {ratio} | {found.peer} | `{record}` | {made} |"
+    return f"| {label} | {ratio} | {found.peer} | `{one.record}` | {one.made} |"
 
 
 PAGES = {
-    "README.md": {"platforms": implemented, "training": training},
-    "docs/support.md": {"support": support},
+    "README.md": {"training": training_tables.training, "hardware": hardware_table.summary, "explained": explained},
+    "docs/index.md": {
+        "training": training_tables.training_in_short,
+        "explained": explained,
+        "hardware": hardware_table.hardware,
+        "marks": hardware_table.legend,
+    },
+    "docs/support.md": {"platforms": implemented, "support": support},
     "docs/environment.md": {"variables": variables},
     "docs/evidence/losses.md": {"losses": losses},
     "docs/evidence/default_order.md": {"grid of shapes": grid_of_shapes},
     "docs/install.md": {"versions": versions},
-    "docs/tutorials/train_a_model.md": {"several devices": scaling},
+    "docs/tutorials/train_a_model.md": {"several devices": training_tables.scaling},
     "docs/evidence/benchmarks_cpu.md": {"speed": speed},
     "docs/evidence/benchmarks_h200.md": {"cases on a GPU": cases_on_gpu},
     "docs/evidence/triton.md": {"wide recurrences": wide_recurrences},

@@ -15,9 +15,10 @@ from bench_documents import document, runs_of
 
 from ejkernel_bench._document import parse_document
 from ejkernel_bench._units import seconds_text
-from ejkernel_bench.report import page_html, write, write_page, write_plots
+from ejkernel_bench.report import page_html, write, write_page, write_plots, write_section
 from ejkernel_bench.report._canvas import log_ticks
 from ejkernel_bench.report._content import content
+from ejkernel_bench.report.section import commands
 
 HOSTILE = '</script><script>alert("x")</script>&<!--'
 
@@ -139,3 +140,67 @@ def test_ticks(low, high):
     assert all(low <= tick <= high for tick in ticks)
     assert ticks == sorted(ticks)
     assert math.isclose(ticks[0], float(f"{ticks[0]:.2g}"))
+
+
+def written(folder, *documents):
+    """Records in a folder, the section of them, and what it says of each operation."""
+    paths = []
+    for name, recorded in documents:
+        paths.append(folder / name)
+        paths[-1].write_text(json.dumps(recorded))
+    return write_section(paths, folder / "section"), folder / "section"
+
+
+def test_a_section_has_a_page_for_each_operation(tmp_path):
+    counted, folder = written(tmp_path, ("bench_a.json", document(noise=0.002)))
+    assert {path.name for path in folder.glob("*.md")} == {f"{name}.md" for name in counted}
+    assert (folder / "records" / "bench_a.json").read_bytes() == (tmp_path / "bench_a.json").read_bytes()
+    page = (folder / "softmax.md").read_text()
+    assert "6 losses in 6 cases" in page and counted["softmax"].startswith("6 losses in 6 cases")
+    assert page.count('<section class="measurement"') == 2  # forward and backward
+    assert re.findall(r'class="bench-row"><code>(\w+)<', page)[:3] == ["T512", "T2048", "T8192"]
+    assert page.count("<title>xla: ") == page.count("<title>torch: ") == 6
+    assert "[bench_a.json](records/bench_a.json), 2026-11-21, commit 0123abc, jax 0.11.2:" in page
+    assert "```bash\nejkernel bench --size cpu\n```" in page
+
+
+def test_one_loss_is_one(tmp_path):
+    recorded = document(operations=("softmax",), lengths=(512,), noise=0.002)
+    recorded["cases"] = recorded["cases"][:1]
+    counted, _ = written(tmp_path, ("bench_a.json", recorded))
+    assert counted == {"softmax": "1 loss in 1 case that another library ran too."}
+
+
+def test_a_section_leaves_a_peer_where_its_newest_time_is(tmp_path):
+    old = document(operations=("softmax",), lengths=(512,), noise=0.002)
+    new = {**document(operations=("softmax",), lengths=(512,), noise=0.002), "date": "2026-12-01T00:00:00Z"}
+    for case in new["cases"]:
+        case["runs"] = [run for run in case["runs"] if run["name"] != "torch"]
+    _, folder = written(tmp_path, ("bench_old.json", old), ("bench_new.json", new))
+    rows = re.findall(r'<div class="bench-row">.*?</b></div>', (folder / "softmax.md").read_text())
+    assert [("2026-12-01" in row, "jax.nn: " in row, "torch: " in row) for row in rows[:2]] == [
+        (True, True, False),
+        (False, False, True),
+    ]
+
+
+def test_runs_of_a_section_have_colours_of_their_own(tmp_path):
+    _, folder = written(tmp_path, ("bench_a.json", document()))
+    legend = re.search(r'<ul class="bench-legend">.*?</ul>', (folder / "softmax.md").read_text())
+    assert legend
+    colours = re.findall(r"fill=\"var\(--run-(\d+)\)", legend[0])
+    assert len(colours) == len({*colours}) == 3
+
+
+def test_commands_are_those_of_the_operation():
+    recorded = {**document(), "command": "ejkernel bench softmax rope --out a.json --rounds 3; ejkernel bench rms_norm"}
+    assert commands(parse_document(recorded), "softmax") == ["ejkernel bench softmax rope --rounds 3"]
+    assert commands(parse_document(recorded), "rms_norm") == ["ejkernel bench rms_norm"]
+
+
+def test_no_name_of_a_section_is_markup(tmp_path):
+    recorded = document(operations=("softmax",), lengths=(512,))
+    for case in recorded["cases"]:
+        case["case"] = "<b>bold"
+    _, folder = written(tmp_path, ("bench_a.json", recorded))
+    assert "<b>bold" not in (folder / "softmax.md").read_text()

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-SOURCES = ("ejkernel-core/src", "ejkernel-xla/src", "ejkernel-pallas/src", "benchmarks/src")
+SOURCES = (*(f"ejkernel-{name}/src" for name in ("core", "xla", "triton", "pallas")), "benchmarks/src")
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.so", "build", "dist", "node_modules")
 TESTS = ("ejkernel-core/tests", "ejkernel-xla/tests", "tests")
 COMPARING = re.compile(r"\b(FUNCTIONS|OPERATIONS|CALLS|FILES|mark\.tree)\b")

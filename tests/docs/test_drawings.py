@@ -49,7 +49,7 @@ def test_nothing_else_is_drawn():
     assert drawings().keys() == DRAWN.keys()
 
 
-@pytest.mark.parametrize("tool", ["generated_tables", "draw_masks"])
+@pytest.mark.parametrize("tool", ["generated_tables", "draw_masks", "draw_peers"])
 def test_tables_and_pictures_are_up_to_date(tool):
     check = subprocess.run(
         [sys.executable, str(ROOT / "tools" / f"{tool}.py"), "--check"], capture_output=True, text=True, check=False

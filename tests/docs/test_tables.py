@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,8 @@ def test_a_case_that_is_behind_within_the_noise_is_listed_as_unresolved(tables):
     rows = [line for line in lines if line.startswith("| `softmax")]
     behind = [row for row in rows if "unresolved" in row]
     assert behind and lines[2].startswith(f"{len(rows) - len(behind)} of 2 cases")
-    assert lines[2].endswith(f"and {len(behind)} more are behind and unresolved.")
+    verb = "is" if len(behind) == 1 else "are"
+    assert lines[2].endswith(f"and {len(behind)} more {verb} behind and unresolved.")
     for row in behind:
         ratio, low, high = map(float, re.search(r"\| ([\d.]+) \(([\d.]+) to ([\d.]+)\), unresolved", row).groups())
         assert ratio <= 1 and low <= 1 <= high
@@ -120,20 +122,31 @@ def test_training_steps(tables):
         trained("mamba2", {"ejkernel": 900.0, "plain": 500.0, "peers": 1000.0}),
         trained("moe", {"ejkernel": 950.0, "plain": 1000.0}, failed=[{"kernels": "peers", "error": "no memory"}]),
     ]
-    lines = tables.training_steps(records)
+    lines = tables.training_tables.training_steps(records)
     assert lines[2] == (
         "| mamba2 125m, 16 x 2048 | 900 | 500 | 1,000 | 1.80 | 0.90 | 3.0 / 3.0 / 3.0 | A GPU, 2026-01-02, 0123abc |"
     )
     assert lines[3].startswith("| moe 125m, 16 x 2048 | 950 | 1,000 | failed | 0.95 | - | 3.0 / 3.0 / - |")
     assert lines[4].startswith("| llama 125m, 16 x 2048 | 1,100 |")
     assert lines[5:] == ["", "- moe 125m, 16 x 2048: others' best failed"]
-    assert tables.training_steps([]) == ["No run is recorded yet."]
+    assert tables.training_tables.training_steps([]) == ["No run is recorded yet."]
+
+
+def test_training_in_short(tables):
+    records = [
+        trained("llama", {"ejkernel": 1100.0, "plain": 1000.0, "peers": 1000.0}),
+        trained("mamba2", {"ejkernel": 900.0, "plain": 500.0}),
+    ]
+    lines = tables.training_tables.training_ratios(records)
+    assert lines[2:4] == ["| llama 125m, 16 x 2048 | 1,100 | 1.10 | 1.10 |", "| mamba2 125m, 16 x 2048 | 900 | 1.80 | - |"]
+    assert lines[-1] == "Measured on A GPU, 2026-01-02."
+    assert tables.training_tables.training_ratios([]) == ["No run is recorded yet."]
 
 
 def test_builds_that_differ_are_not_compared(tables):
     record = trained("llama", {"ejkernel": 1100.0, "plain": 1000.0})
     record["builds"][0]["agreement"] = {"agrees": False}
-    lines = tables.training_steps([record])
+    lines = tables.training_tables.training_steps([record])
     assert lines[2:] == ["", "- llama 125m, 16 x 2048: builds differ by more than rounding, so it is left out"]
 
 
@@ -141,4 +154,36 @@ def test_scaled_steps(tables):
     """Over one device of the same run, which the record holds."""
     record = trained("llama", {"ejkernel": 1900.0, "plain": 1500.0}, devices=2, one_device={"ejkernel": 1000.0, "peers": 900.0})
     record["config"]["mesh"] = "fsdp=2"
-    assert tables.scaled_steps([record])[2:] == ["| llama 125m, fsdp=2, 16 x 2048 | 0.95 | - | - |"]
+    assert tables.training_tables.scaled_steps([record])[2:] == ["| llama 125m, fsdp=2, 16 x 2048 | 0.95 | - | - |"]
+
+
+def report(device: str, platform: str, failed: int = 0) -> dict[str, Any]:
+    outcome = {"levels": {"numbers": {"pass": 3, "refused": 0, "fail": failed}}}
+    return {"device": device, "platform": platform, "operations": {"rope": outcome}}
+
+
+@pytest.mark.parametrize(
+    ("made", "mark"),
+    [
+        (report("NVIDIA H200", "triton"), "measured"),
+        (report("NVIDIA H200", "triton", failed=1), "compiled"),
+        (report("NVIDIA H200", "xla"), "compiled"),
+        (report("NVIDIA A100", "triton"), "compiled"),
+    ],
+)
+def test_hardware_says_no_more_than_records(tables, tmp_path, monkeypatch, made, mark):
+    """A failing run, one of plain JAX and one on another generation show nothing of a kernel on this one."""
+    hardware = tables.hardware_table
+    monkeypatch.setattr(hardware, "RESULTS", tmp_path)
+    (tmp_path / "conformance_made_up.json").write_text(json.dumps(made))
+    (tmp_path / "triton_aot.json").write_text(json.dumps({"rows": [["rope", 90, "plain"]]}))
+    for function in (hardware.measured_on, hardware.compiled_for):
+        function.cache_clear()
+    try:
+        found = {one.name: hardware.standing("rope", one) for one in hardware.GENERATIONS if one.target.backend == "gpu"}
+    finally:
+        for function in (hardware.measured_on, hardware.compiled_for):
+            function.cache_clear()
+    assert found["Hopper"] == mark
+    assert found["Ampere"] == ("measured" if "A100" in made["device"] else "accepted")
+    assert found["AMD"] == "xla"

@@ -10,8 +10,21 @@ from typing import Any
 from ejkernel.errors import EjkernelError
 from ejkernel_bench._document import Case, run_kinds
 
-COLOURS = ("#0072b2", "#cc8400", "#009e73", "#c05a94", "#379bd2", "#7a5c1e", "#5b3fa0", "#6e7781")
-"""Told apart with any kind of colour vision; orange-red is kept for losses."""
+COLOURS = (
+    "#0072b2",
+    "#cc8400",
+    "#009e73",
+    "#c05a94",
+    "#5b3fa0",
+    "#7a5c1e",
+    "#6e7781",
+    "#8f1d1d",
+    "#3f7d20",
+    "#379bd2",
+    "#8a2f7d",
+    "#2f4b7c",
+)
+"""Of runs; shapes and names tell what colours do not. Orange-red is kept for losses."""
 
 PEER_SHAPES = ("s", "^", "D", "v")
 LOSS, SOFT, LINE, TEXT = "#c2410c", "#59636e", "#d8dee4", "#1b1f24"

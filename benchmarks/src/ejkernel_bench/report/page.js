@@ -46,7 +46,7 @@
     (x, y, s) => `M${x},${y - 1.35 * s}L${x + 1.35 * s},${y}L${x},${y + 1.35 * s}L${x - 1.35 * s},${y}z`,
     (x, y, s) => `M${x - 1.2 * s},${y - s}H${x + 1.2 * s}L${x},${y + 1.25 * s}z`,
   ];
-  const colour = (name) => `var(--run-${number.get(name) % 8})`;
+  const colour = (name) => `var(--run-${number.get(name) % 12})`;
   const ours = (name) => data.runs[number.get(name)].kind === "ours";
   const peers = data.runs.filter((run) => run.kind === "peer").map((run) => run.name);
   /** Ours are round, filled where dispatch chooses them; peers have corners. Colour is never the only difference. */
@@ -83,10 +83,11 @@
     }
   }
 
+  const some = (number, one, several) => `${number} ${number === 1 ? one : several}`;
   function summary() {
     const count = (word) => data.cases.filter((c) => c.standing === word).length;
     const ratios = data.cases.filter((c) => known(c.ratio)).map((c) => Math.log(c.ratio));
-    const parts = [el("b", {}, `${data.cases.length} cases`), ": ", `${count("win")} faster than the best peer, ${count("even")} even, `, el("b", { class: count("loss") ? "loss" : null }, `${count("loss")} losses`)];
+    const parts = [el("b", {}, some(data.cases.length, "case", "cases")), ": ", `${count("win")} faster than the best peer, ${count("even")} even, `, el("b", { class: count("loss") ? "loss" : null }, some(count("loss"), "loss", "losses"))];
     if (count("alone")) parts.push(`, ${count("alone")} without a peer`);
     if (count("missing")) parts.push(", ", el("b", { class: "loss" }, `${count("missing")} without a result of ours`));
     if (ratios.length) parts.push(`. Geometric mean of best peer / ours: ${three(Math.exp(ratios.reduce((a, b) => a + b, 0) / ratios.length))}×`);
@@ -238,7 +239,7 @@
 
   // Table ------------------------------------------------------------------
   const COLUMNS = [
-    ["operation", "Operation", (c) => c.operation], ["case", "Case", (c) => c.case], ["dtype", "Dtype", (c) => c.dtype], ["phase", "Phase", (c) => c.phase],
+    ["operation", "Operation", (c) => c.operation], ["case", "Case", (c) => c.case.replace(/^bench-/, "")], ["dtype", "Dtype", (c) => c.dtype], ["phase", "Phase", (c) => c.phase],
     ["run", "Run", (c, r) => r.name], ["status", "Standing", (c, r) => statusText(c, r)], ["time", "Time", (c, r) => r.time, seconds], ["spread", "Quartiles ±", (c, r) => (known(r.time) ? (r.high - r.low) / 2 / r.time : null), (x) => `${(100 * x).toFixed(1)} %`],
     ["flops", FLOPS.label, (c, r) => value("flops", c, r), small], ["gbs", "GB/s", (c, r) => value("gbs", c, r), small], ["fraction", "Of limit", (c, r) => value("fraction", c, r), small],
     ["ratio", "Time / ours", (c, r) => r.ratio, three], ["error", "Error", (c, r) => r.error, (x) => x.toExponential(1)],
@@ -289,7 +290,7 @@
       const own = cases.filter((c) => c.operation === operation);
       return el("figure", { "data-operation": operation }, el("h2", {}, operation), el("p", { class: "axis" }, METRICS[state.metric].axis + (state.metric === "time" ? "; the bar is the limit" : "")), chart(operation, own, width));
     }));
-    $("shown").textContent = `${cases.length} of ${data.cases.length} cases, ${data.runs.length - state.hidden.size} of ${data.runs.length} runs. At the right end: time of the best peer over ours.`;
+    $("shown").textContent = `${cases.length} of ${some(data.cases.length, "case", "cases")}, ${data.runs.length - state.hidden.size} of ${data.runs.length} runs. At the right end: time of the best peer over ours.`;
     table();
   }
 
