@@ -91,7 +91,11 @@ def test_words_of_other_libraries_lead_to_ours(function, given, said):
 @pytest.mark.parametrize(
     ("function", "given", "said"),
     [
-        ("flash_attention", "alibi_slopes", "add slopes \\* distances to the scores by bias=, where there is one"),
+        (
+            "attention",
+            "alibi_slopes",
+            "flash_attention has it; else add slopes \\* distances to the scores by bias=, where there is one",
+        ),
         ("flash_attention", "enable_gqa", "leave it out: heads are grouped by their numbers"),
         ("retention", "softmax_scal", "did you mean 'softmax_scale'\\?"),
         ("retention", "attn_mask", "see help\\(ejkernel.retention\\)"),

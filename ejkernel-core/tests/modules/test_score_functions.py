@@ -343,6 +343,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"mask_mod: got a function of other arguments .*batch, head, query index, key index",
     ),
+    "an array of NumPy": (
+        {"score_mod": lambda s, b, h, i, j: s + np.ones(HEADS, np.float32)[h]},
+        TypeError,
+        "score_mod: got a function that takes elements of a NumPy array by a traced index",
+    ),
     "no function": ({"score_mod": 3}, TypeError, "score_mod: got int, expected a function"),
     "inputs of nothing": ({"mod_inputs": SLOPES}, ValueError, "mod_inputs: got arrays, expected None without score_mod"),
     "complex numbers": (

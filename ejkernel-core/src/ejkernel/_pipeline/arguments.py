@@ -81,7 +81,7 @@ _GLOSSES: Mapping[str, str] = {
 """What else differs, by our name."""
 
 _INSTEAD: Mapping[str, str] = {
-    "alibi_slopes": "add slopes * distances to the scores by bias=, where there is one",
+    "alibi_slopes": "flash_attention has it; else add slopes * distances to the scores by bias=, where there is one",
     "enable_gqa": "leave it out: heads are grouped by their numbers",
     "head_first": "leave it out: tokens come before heads",
     "max_seqlen_q": "leave it out: lengths need no bound",

@@ -28,13 +28,14 @@ from ejkernel.call.contract import Contract
 from ejkernel.call.decision import Explanation
 from ejkernel.call.partition import unify_manual_axes, with_empty, without_empty
 from ejkernel.call.policy import PlatformChoice, Policy, policy_for_call
-from ejkernel.call.records import Bound, Spelled
+from ejkernel.call.records import Bound
 from ejkernel.call.request import Request
 from ejkernel.call.traced import split_traced, with_traced
 from ejkernel.configs.portable import demanded_platform
 from ejkernel.configs.spaces import as_setting
 from ejkernel.errors import wrong_type
 from ejkernel.targets import Target, resolve_target
+from ejkernel.utils.spelled import Spelled
 from ejkernel.utils.tracing import refuse_traced
 
 

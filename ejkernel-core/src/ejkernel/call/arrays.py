@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ejkernel.call.records import Spelled
+from ejkernel.utils.spelled import Spelled
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,25 +27,6 @@ class Call:
         return None
 
 
-class Spelled:
-    """A value of a call that its text alone says, such as a traced function: equal texts are equal values.
-
-    Attributes:
-        text: one line.
-    """
-
-    text: str
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Spelled) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-    def __repr__(self) -> str:
-        return self.text
-
-
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """Work of one phase: floating-point operations and the fewest bytes that must move."""

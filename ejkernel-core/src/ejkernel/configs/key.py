@@ -20,10 +20,11 @@ from typing import Any
 from ejkernel._plugins.records import Candidate
 from ejkernel._version import __version__
 from ejkernel.call.arrays import ArraySpec
-from ejkernel.call.records import Spelled, by_present_names
+from ejkernel.call.records import by_present_names
 from ejkernel.call.request import Request
 from ejkernel.errors import wrong_type
 from ejkernel.plugin import Phase
+from ejkernel.utils.spelled import Spelled
 
 _PASSING = "save_residuals"
 """A forward phase has one config, whether or not it is asked for residuals besides."""

@@ -13,6 +13,25 @@ import numpy as np
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
+class Spelled:
+    """A value of a call that its text alone says, such as a traced function: equal texts are equal values.
+
+    Attributes:
+        text: one line.
+    """
+
+    text: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Spelled) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 def spelled(value: Any) -> str:
     """Everything that a value says, the same in every process: unlike `repr`, also long arrays, every field of a dataclass, and
     types.
@@ -37,7 +56,9 @@ def spelled(value: Any) -> str:
     if isinstance(value, (np.generic, np.ndarray)) and not value.dtype.hasobject:
         content = hashlib.sha256(value.tobytes()).hexdigest()
         return f"{name} {spelled(value.dtype)}{value.shape} {content}"
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, Spelled) and " at 0x" not in value.text:
+        return f"{name} {value.text!r}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Spelled)):
         fields = (f"{field.name}={spelled(getattr(value, field.name))}" for field in dataclasses.fields(value))
         return f"{name}({', '.join(fields)})"
     if isinstance(value, (tuple, list)):

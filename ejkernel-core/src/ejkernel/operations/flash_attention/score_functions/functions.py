@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ejkernel.errors import invalid
@@ -36,6 +37,7 @@ class Functions:
                 raise invalid("mod_inputs", "arrays", "None without score_mod and mask_mod")
             return cls()
         tracing = Tracing(accumulator(jnp.dtype(dtype)))
+        mod_inputs = jax.tree.map(jnp.asarray, mod_inputs)
         score = None if score_mod is None else tracing.traced("score_mod", score_mod, mod_inputs, masks=False)
         mask = None if mask_mod is None else tracing.traced("mask_mod", mask_mod, mod_inputs, masks=True)
         arrays = tracing.arrays

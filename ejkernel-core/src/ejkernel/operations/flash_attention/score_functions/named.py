@@ -39,7 +39,8 @@ def with_named(
     if batch_index is None:
         check_named(sizes[0], sizes[1], keys, alibi_slopes=alibi_slopes, forget_gate=forget_gate)
     if alibi_slopes is not None:
-        slopes = alibi_slopes if len(alibi_slopes.shape) == 2 else alibi_slopes[None]
+        slopes = jnp.asarray(alibi_slopes)
+        slopes = slopes if slopes.ndim == 2 else slopes[None]
         query_positions = _positions(seen.query_positions, queries, seen.query_offset)
         key_positions = _positions(seen.key_positions, keys, 0)
 
@@ -53,7 +54,8 @@ def with_named(
         if not seen.causal or (seen.query_positions is None and seen.query_offset != keys - queries):
             got = f"causal={seen.causal} and query 0 at position {seen.query_offset} of {keys} keys for {queries} queries"
             raise invalid("forget_gate", got, "causal attention whose queries are the last tokens")
-        total = jnp.cumsum(forget_gate.astype(accumulator(forget_gate.dtype)), axis=-1)
+        gate = jnp.asarray(forget_gate)
+        total = jnp.cumsum(gate.astype(accumulator(gate.dtype)), axis=-1)
 
         def forget(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
             until = _of(total, batch, head, query + (keys - queries)) - _of(total, batch, head, key)
@@ -81,7 +83,7 @@ def _of(array: Any, batch: Any, *indices: Any) -> Any:
 def _positions(positions: Any, size: int, offset: int) -> Any:
     if positions is None and not offset:
         return None
-    return (jnp.arange(size, dtype=jnp.int32)[None] if positions is None else positions) + offset
+    return (jnp.arange(size, dtype=jnp.int32)[None] if positions is None else jnp.asarray(positions)) + offset
 
 
 def _check(name: str, array: Any, shapes: tuple[tuple[int, ...], ...], meaning: str) -> None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.call.records import Spelled
+from ejkernel.utils.spelled import Spelled
 
 SCALARS = ("score", "batch", "head", "query", "key")
 """What a function is called with, in this order; a mask function without the score."""

@@ -100,6 +100,9 @@ def _traced(name: str, function: Callable[..., Any], mod_inputs: Any, dtype: Any
     try:
         _check_signature(name, function, len(given) + len(last), remedy)
         program = jax.make_jaxpr(lambda *scalars: function(*scalars, *last))(*given)
+    except jax.errors.TracerArrayConversionError as error:
+        got = "a function that takes elements of a NumPy array by a traced index"
+        raise wrong_type(name, got, "one that reads arrays of JAX", remedy="convert it by jnp.asarray") from error
     except jax.errors.ConcretizationTypeError as error:
         raise wrong_type(
             name, "a function that branches on the score or on an index", "one without", remedy="choose by jnp.where"
