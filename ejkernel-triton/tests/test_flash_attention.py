@@ -252,7 +252,7 @@ def test_a_bias_costs_little(recorder, number, bias):
     """By pair it is loaded in vectors, and none has the compiler compute weights a second time, in the layout of its load."""
     both_phases(*call_of(4090, 2, 2, 64, bias=bias, causal=True), Target("gpu", "", f"{number // 10}.0"))
     names = [c.kernel.fn.__name__ for c in recorder.compilations]
-    assert names == ["forward_kernel", "key_gradient_kernel", "query_gradient_kernel", "bias_gradient_kernel"]
+    assert names == ["forward_kernel", "key_gradient_kernel", "query_gradient_kernel", "tile_gradient_kernel"]
     for compilation in recorder.compilations:
         compiled = compilation.compile(number)
         weights = set(re.findall(r"math\.exp2 .*(tensor<\d+x\d+xf32, .*>)", compiled.asm["ttgir"]))
