@@ -475,7 +475,7 @@ def client(session: nox.Session) -> None:
     def fill(executable: Path) -> None:
         session.run(*pip(executable), "install", "uv", external=True)
         install = [str(executable), "-m", "uv", "pip", "install", "--quiet", "--python", str(executable)]
-        lists = ["--override", f"{folder}/overrides.txt", "-r", f"{folder}/requirements.txt", "pluggy", "importlib-metadata>=8"]
+        lists = ["--override", f"{folder}/overrides.txt", "-r", f"{folder}/requirements.txt"]
         session.run(*install, *lists, external=True)
         packages = ["--editable", "./ejkernel-core", "--editable", "./ejkernel-xla"]
         session.run(*install, "--no-deps", "--no-build-isolation", *packages, external=True)

@@ -37,3 +37,13 @@ def test_changelog_is_in_the_form_of_keep_a_changelog():
     assert all(re.fullmatch(r"\d+\.\d+\.\d+ \((unreleased|\d{4}-\d{2}-\d{2})\)", version) for version in versions)
     assert kinds
     assert {*kinds} <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def test_the_client_is_installed_with_all_that_core_needs():
+    """Core itself is installed without its dependencies, as EasyDeL's pins would contradict them."""
+    needed = tomllib.loads(text("ejkernel-core/pyproject.toml"))["project"]["dependencies"]
+    listed = text("tests/clients/easydel/requirements.txt")
+    names = {re.split(r"[<>=]", line)[0] for line in listed.splitlines()}
+    assert {re.split(r"[<>=]", one)[0] for one in needed} <= names
+    recipe = text("tests/clients/easydel/README.md")
+    assert all((ROOT / path).exists() for path in re.findall(r"(?:--override|-r|-e) (\S+)", recipe))
