@@ -207,6 +207,19 @@ def test_foreign_distribution(site, fresh_cli):
     assert "pip uninstall ejkernel && pip install" in problems(answer.json)
 
 
+@pytest.mark.parametrize("broken", ["import no_such_module", "from ejkernel.errors import no_such_name"])
+def test_a_foreign_distribution_that_replaced_our_files(site, python, broken):
+    """Where not even the commands of ours can be imported any more."""
+    info = site.add("ejkernel", "", {"ejkernel.__init__": broken, "ejkernel.errors": ""}, version="0.0.80")
+    (info / "RECORD").write_text("ejkernel/__init__.py,,\nejkernel/errors.py,,\n")
+    said = python(
+        "import sys, ejkernel_launcher; sys.argv = ['ejkernel', 'doctor']; sys.exit(ejkernel_launcher.main())", fails=True
+    )
+    assert said.startswith("ejkernel: ejkernel replaced files of ejkernel-core (")
+    assert "run: pip uninstall ejkernel, then install ejkernel-core again" in said
+    assert said.count("\n") == 1
+
+
 def test_foreign_distribution_of_another_name(site, fresh_cli):
     info = site.add("some-fork", "", {}, version="2.0")
     (info / "RECORD").write_text("other/__init__.py,,\nejkernel/kernels/a.py,,\n")
