@@ -44,6 +44,21 @@ def test_benchmarks(tables):
     assert all(line.endswith("against torch") and ": 0.90 (" in line for line in losses)
 
 
+def test_what_is_behind_by_the_median_is_listed_though_it_is_unresolved(tables):
+    found = document(operations=("softmax",), lengths=(512,), times=times, noise=0.4, rounds=5)
+    lines = tables.benchmarks(parse_document(found))
+    listed = [line for line in lines if line.startswith("- `softmax")]
+    standings = [tables.standing(case) for case in parse_document(found).cases]
+    behind = [one for one in standings if one.ratio < 0.95]
+    assert behind and all(one.word == "even" for one in behind)
+    assert len(listed) == len(behind) and all(line.endswith(", unresolved") for line in listed)
+    heading = f"0 of 2 cases that a peer runs too are lost, and {len(behind)} more are below 0.95 by the median and unresolved:"
+    assert heading in lines
+    assert [line.split(" | ")[-1] for line in lines if line.startswith("| `softmax`")] == [
+        f"0 of 2, {len(behind)} unresolved |"
+    ]
+
+
 def test_without_peers_or_results(tables):
     found = document(operations=("softmax",), lengths=(512,))
     for case in found["cases"]:
