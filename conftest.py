@@ -7,6 +7,7 @@ XLA compiles, for all processes of a run and for later ones.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import threading
 from pathlib import Path
@@ -24,18 +25,35 @@ _QUICK = 8
 _OF_ONE_PLATFORM = {"tests/conformance": None, "tests/opaque": "opaque", "examples/acme-ejkernel": "acme"}
 """Folders that are run on the platform that `--ejkernel-platform` names, and which that must be; None for any."""
 
+_OF_ONE_DISTRIBUTION = {
+    "benchmarks/tests": ("ejkernel_bench", "./benchmarks"),
+    "examples/demo/tests": ("ejkernel_demo", "./examples/demo"),
+}
+"""Folders whose tests need a package, and where it is installed from."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--compiled", type=Path, help="read compiled programs from this folder, and keep new ones there")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without their platform these folders are passed over, and refused where the command line asks for them."""
+    """Without their platform or package these folders are passed over, and refused where the command line asks for them."""
     folder = collection_path.relative_to(config.rootpath).as_posix() if collection_path.is_relative_to(config.rootpath) else ""
+    if any(folder.startswith(one) and _is_missing(one) for one in _OF_ONE_DISTRIBUTION):
+        return True
     if folder not in _OF_ONE_PLATFORM:
         return None
     platform, needed = config.getoption("--ejkernel-platform"), _OF_ONE_PLATFORM[folder]
     return True if platform is None or needed not in (None, platform) else None
+
+
+def _is_missing(folder: str) -> bool:
+    return importlib.util.find_spec(_OF_ONE_DISTRIBUTION[folder][0]) is None
+
+
+def pytest_report_header() -> list[str]:
+    passed_over = [(folder, path) for folder, (_, path) in _OF_ONE_DISTRIBUTION.items() if _is_missing(folder)]
+    return [f"passed over: {folder}, which needs: pip install --editable {path}" for folder, path in passed_over]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,7 +63,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(promote_nothing())
     if (folder := config.getoption("--compiled")) is not None:
         _keep_compiled(Path(config.invocation_params.dir, folder))
-    asked = [Path(config.invocation_params.dir, argument.partition("::")[0]).resolve() for argument in config.args]
+    named = config.args if config.args_source is config.ArgsSource.ARGS else []
+    asked = [Path(config.invocation_params.dir, argument.partition("::")[0]).resolve() for argument in named]
+    for folder, (package, path) in _OF_ONE_DISTRIBUTION.items():
+        if any(one.is_relative_to(config.rootpath / folder) for one in asked) and _is_missing(folder):
+            raise pytest.UsageError(f"{folder} needs {package}; run: pip install --editable {path}")
     for folder, needed in _OF_ONE_PLATFORM.items():
         here = any(path.is_relative_to(config.rootpath / folder) for path in asked)
         if here and config.getoption("--ejkernel-platform") is None:

@@ -449,7 +449,8 @@ def site(session: nox.Session) -> None:
 def release(session: nox.Session) -> None:
     """Source distributions and wheels of everything into dist/, each wheel from its source distribution, and checked.
 
-    Beside them constraints with hashes for each kind of machine, and a bill of materials. Of ejkernel-cuda the source distribution:
+    Beside them constraints with hashes for each kind of machine, and a bill of materials. The folder is an index for pip
+    (`--find-links`), which is tried in a fresh environment of each Python. Of ejkernel-cuda the source distribution:
     its wheel is built where it is published from, in a manylinux image with nvcc.
     """
     python = main_environment(session)
@@ -462,6 +463,8 @@ def release(session: nox.Session) -> None:
     session.run(str(python), "-m", "twine", "check", "--strict", *map(str, sorted(out.iterdir())), external=True)
     session.run(str(python), "tools/release_documents.py", str(out), external=True)
     pytest(session, python, "tests/test_release_documents.py", env={"EJKERNEL_RELEASE": str(out)})
+    index = "tests/install/test_install.py::test_a_folder_of_wheels_is_an_index"
+    pytest(session, python, index, env={"EJKERNEL_RELEASE": str(out)})
 
 
 @nox.session(python=False)
@@ -475,7 +478,7 @@ def client(session: nox.Session) -> None:
     def fill(executable: Path) -> None:
         session.run(*pip(executable), "install", "uv", external=True)
         install = [str(executable), "-m", "uv", "pip", "install", "--quiet", "--python", str(executable)]
-        lists = ["--override", f"{folder}/overrides.txt", "-r", f"{folder}/requirements.txt", "pluggy", "importlib-metadata>=8"]
+        lists = ["--override", f"{folder}/overrides.txt", "-r", f"{folder}/requirements.txt"]
         session.run(*install, *lists, external=True)
         packages = ["--editable", "./ejkernel-core", "--editable", "./ejkernel-xla"]
         session.run(*install, "--no-deps", "--no-build-isolation", *packages, external=True)

@@ -15,6 +15,8 @@ import ejkernel
 from ejkernel._plugins import catalog
 from ejkernel.call.order import UNMEASURED, default_priority
 from ejkernel.plugin import Phase, Target
+
+pytest.importorskip("ejkernel_bench", reason="run: pip install --editable ./benchmarks")
 from ejkernel_bench._document import SCHEMA, parse_document
 from ejkernel_bench._order import as_dispatched_now, priorities, target_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,18 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def run(*command: str) -> tuple[int, str]:
-    found = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+def run(*command: str, without: str = "") -> tuple[int, str]:
+    """Status and output; of an interpreter that lacks these packages if `without` names a folder with a `sitecustomize`."""
+    path = os.pathsep.join(filter(None, (without, os.environ.get("PYTHONPATH"))))
+    found = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     return found.returncode, found.stdout + found.stderr
 
 
@@ -23,6 +34,35 @@ def test_pytest_collects(arguments: tuple[str, ...]):
     folders = {line.partition("::")[0].rpartition("/")[0] for line in output.splitlines() if "::" in line}
     assert "tests/comparison" in folders
     assert not folders & {"tests/opaque", "tests/conformance", "examples/acme-ejkernel/tests"}
+
+
+WITHOUT = """
+from importlib.machinery import PathFinder
+
+found = PathFinder.find_spec
+lacking = ("ejkernel_bench", "ejkernel_demo")
+PathFinder.find_spec = classmethod(lambda cls, name, *where: None if name in lacking else found(name, *where))
+"""
+"""Python without the distributions of commands, as after CONTRIBUTING's set-up."""
+
+
+@pytest.fixture
+def without(tmp_path: Path) -> str:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("arguments", [(), ("tests/",)], ids=["bare", "tests"])
+def test_pytest_collects_without_the_distributions_of_commands(arguments: tuple[str, ...], without: str):
+    status, output = run("-m", "pytest", "-p", "no:cacheprovider", "--collect-only", *arguments, without=without)
+    assert status == 0, output[-3000:]
+    assert "passed over: benchmarks/tests, which needs: pip install --editable ./benchmarks" in output
+    assert "test_bench_table" not in output
+    status, output = run("-m", "pytest", "-p", "no:cacheprovider", "benchmarks/tests", without=without)
+    assert (status, output.strip()) == (
+        4,
+        "ERROR: benchmarks/tests needs ejkernel_bench; run: pip install --editable ./benchmarks",
+    )
 
 
 @pytest.mark.parametrize(("folder", "platform"), [("tests/opaque", "opaque"), ("tests/conformance", "xla")])

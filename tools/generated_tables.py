@@ -36,6 +36,9 @@ import training_tables  # noqa: E402
 from measured import filled  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
+BEHIND = 0.95
+"""Time of a peer over ours, by the median, below which a case is listed though the interval of its ratio includes 1."""
+
 PLATFORMS = ("xla", "triton", "pallas", "cuda")
 
 
@@ -143,7 +146,10 @@ def benchmarks(document: Document) -> list[str]:
 def _operation_row(name: str, cases: list[Case]) -> str:
     found = [standing(case) for case in cases]
     judged = [one for one in found if one.word != "alone"]
-    lost = sum(one.word in ("loss", "missing") for one in found)
+    lost, unresolved = sum(one.word in ("loss", "missing") for one in found), sum(map(_behind, found))
+    counted = (f"**{lost} of {len(judged)}**" if lost else f"0 of {len(judged)}") + f", {unresolved} unresolved" * bool(
+        unresolved
+    )
     pairs = [(case.ours, case.best_peer) for case in cases if case.ours and case.best_peer]
     compile_ratios = [peer.compile_s / ours.compile_s for ours, peer in pairs if ours.compile_s and peer.compile_s]
     cells = [
@@ -153,7 +159,7 @@ def _operation_row(name: str, cases: list[Case]) -> str:
         _ratios([one.ratio for case, one in zip(cases, found, strict=True) if case.phase != "forward" and one.ratio]),
         _ratios(compile_ratios),
         _memory(pairs),
-        f"**{lost} of {len(judged)}**" if lost else f"0 of {len(judged)}" if judged else "no peer",
+        counted if judged else "no peer",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -174,18 +180,25 @@ def _memory(pairs: list[tuple[Run, Run]]) -> str:
 
 
 def _lost(document: Document) -> list[str]:
-    """Cases that a peer runs faster, worst first, and cases without a result of ours."""
+    """Cases that a peer runs faster and those that are `_behind`, worst first by the median, and cases without a result of ours."""
     found = [(case, standing(case)) for case in document.cases]
-    lost = sorted((pair for pair in found if pair[1].word == "loss"), key=lambda pair: pair[1].ratio or 0)
+    listed = sorted((pair for pair in found if pair[1].word == "loss" or _behind(pair[1])), key=lambda pair: pair[1].ratio or 0)
     lines = [
         f"- `{case.label}`: {one.ratio:.2f} ({one.interval[0]:.2f} to {one.interval[1]:.2f}) against {one.peer}"
-        for case, one in lost
+        + (", unresolved" if _behind(one) else "")
+        for case, one in listed
         if one.ratio and one.interval
     ]
     lines += [f"- `{case.label}`: no result of ours" for case, one in found if one.word == "missing"]
-    compared = sum(one.ratio is not None for _, one in found)
-    heading = f"{len(lost)} of {compared} cases that a peer runs too are lost"
+    compared, unresolved = sum(one.ratio is not None for _, one in found), sum(_behind(one) for _, one in found)
+    heading = f"{len(listed) - unresolved} of {compared} cases that a peer runs too are lost"
+    heading += f", and {unresolved} more are below {BEHIND} by the median and unresolved" if unresolved else ""
     return [f"{heading}:", "", *lines] if lines else [f"{heading}."]
+
+
+def _behind(found: Standing) -> bool:
+    """Whether a peer is clearly faster by the median, and the interval of the ratio includes 1 all the same."""
+    return found.word not in ("loss", "missing") and found.ratio is not None and found.ratio < BEHIND
 
 
 def cases_on_gpu() -> str:

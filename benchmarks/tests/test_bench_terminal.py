@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from terminal import COLUMNS, see
+from terminal import COLUMNS, complete, see
 
 SMALL = ("bench", "rms_norm", "--size", "test", "--case", "scale", "--rounds", "2", "--input-sets", "1")
+
+
+def test_shells_complete_operations_and_platforms():
+    assert complete("ejkernel bench softmax rms") == ["rms_norm"]
+    assert complete("ejkernel bench --platform x") == ["xla"]
 
 
 def test_rows_and_refusals_stay_on_the_terminal():

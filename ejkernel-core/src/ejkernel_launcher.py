@@ -21,6 +21,24 @@ def main() -> int:
 
         print(__version__)
         return 0
-    from ejkernel.cli import main
+    try:
+        from ejkernel.cli import main
 
-    return main(discovered=False)
+        return main(discovered=False)
+    except Exception as error:
+        others = _other_owners()
+        if not others:
+            raise
+        print(
+            f"ejkernel: {' and '.join(others)} replaced files of ejkernel-core ({error}); run: pip uninstall {' '.join(others)}, "
+            "then install ejkernel-core again with: --force-reinstall --no-deps",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _other_owners() -> list[str]:
+    """Other distributions with files in the import package `ejkernel`: the command `doctor` may not even start."""
+    from importlib.metadata import packages_distributions
+
+    return sorted({*packages_distributions().get("ejkernel", ())} - {"ejkernel-core"})

@@ -17,6 +17,15 @@ from typing import NamedTuple
 
 COLUMNS, ROWS = 80, 24
 
+CODE = """
+import sys, ejkernel_launcher
+sys.argv = ["ejkernel", *sys.argv[1:]]
+status = ejkernel_launcher.main()
+print("imported:", *sorted({"jax", "numpy"} & {*sys.modules}), file=sys.stderr)
+sys.exit(status)
+"""
+"""The program `ejkernel`, and whether it imported what takes long."""
+
 _PIECE = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|\r|\n|[^\x1b\r\n]+")
 
 
@@ -93,3 +102,16 @@ def _drawn(output: str, columns: int) -> list[str]:
             lines[row], column = line[:column] + character + line[column + 1 :], column + 1
         lines += [""] * (row + 1 - len(lines))
     return [line.rstrip() for line in lines]
+
+
+def complete(line: str) -> list[str]:
+    """What a shell is told to offer after a line; it waits for no JAX."""
+    environment = {
+        "_EJKERNEL_COMPLETE": "complete_fish",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        "_TYPER_COMPLETE_ARGS": line,
+        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+    }
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False, env=environment)
+    assert done.stderr in ("", "imported:\n")
+    return [offer.split("\t")[0] for offer in done.stdout.splitlines()]

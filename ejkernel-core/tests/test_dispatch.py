@@ -130,6 +130,17 @@ def test_auto_cannot_be_combined():
         ejkernel.rms_norm(X, platform=("auto", "xla"))
 
 
+def test_a_misspelt_operation_of_the_platform_asked_for_is_named(site, python):
+    site.plugin("acme", implementations="(Implementation('rms_nrom', 'acme_light:forward', backends=('any',)),)")
+    code = """
+        import ejkernel, jax.numpy
+        ejkernel.rms_norm(jax.numpy.ones((2, 8)), platform="acme")
+        """
+    said = python(code, fails=True)
+    assert "NoKernelError: rms_norm forward on cpu: nothing" in said
+    assert "see `ejkernel doctor`. acme implements 'rms_nrom', which is no operation; did you mean 'rms_norm'?" in said
+
+
 def test_unknown_operation_gets_a_suggestion():
     with pytest.raises(ValueError, match="did you mean 'rms_norm'"):
         explain("rmsnorm", X)

@@ -37,6 +37,11 @@ def test_quick_is_part_of_standard_and_standard_is_the_default(collected):
     assert {name.partition("[")[0] for name in quick} == {name.partition("[")[0] for name in standard}
 
 
+def test_quick_tries_every_option(collected):
+    options = {f"test_field_is_consumed[flash_attention-{field}]" for field in problem.toggles_of("flash_attention")}
+    assert len(options) > 15 and options <= {*collected("--extent=quick")}
+
+
 WAYS = """
 import pytest
 

@@ -35,6 +35,16 @@ def test_budget_of_the_first_public_name(python):
     assert min(float(python(timed, **BYTECODE)) for _ in range(RUNS)) < 0.12
 
 
+def test_dir_shows_public_names_alone(python):
+    """Also after modules of core's own have become attributes of the package."""
+    listed = "import ejkernel; ejkernel.rms_norm; print(*dir(ejkernel)); print(*ejkernel.__all__)"
+    shown, exported = (line.split() for line in python(listed).splitlines())
+    assert {"flash_attention", "FlashAttention", "explain", "masks", "tuning"} <= {*shown}
+    assert {*exported} <= {*shown}
+    assert [name for name in shown if name.startswith("_")] == ["__version__"]
+    assert not {*shown} & {"Any", "annotations", "importlib", "call", "configs", "compositions", "targets"}
+
+
 def test_first_public_name_imports_no_other_operation(python):
     listed = """
         import sys

@@ -105,6 +105,24 @@ def test_a_fixed_base() -> None:
         np.testing.assert_allclose(LlamaRotaryEmbedding(8, scaling=scaling).frequencies, expected, rtol=1e-6)
 
 
+def test_it_shows_what_it_is_made_of() -> None:
+    made = LlamaRotaryEmbedding(8, 5e5, scaling={"rope_type": "linear", "factor": 2.0}, per_pair=True)
+    shown = "LlamaRotaryEmbedding(dim=8, base=500000, scaling={'rope_type': 'linear', 'factor': 2.0}, per_pair=True)"
+    assert repr(made) == shown
+    np.testing.assert_array_equal(eval(shown).frequencies, made.frequencies)
+    assert repr(LlamaRotaryEmbedding(8, interleaved=True)).endswith("scaling={}, interleaved=True)")
+
+
+def test_a_config_of_transformers_is_taken_as_it_is() -> None:
+    class Config:
+        def to_dict(self) -> dict[str, Any]:
+            return {"rope_theta": 5e5, "head_dim": 16}
+
+    assert repr(LlamaRotaryEmbedding.from_config(Config())) == repr(LlamaRotaryEmbedding.from_config(Config().to_dict()))
+    with pytest.raises(TypeError, match="config: got str, expected a mapping or a config of transformers"):
+        LlamaRotaryEmbedding.from_config("llama")  # pyright: ignore[reportArgumentType]
+
+
 def test_layer_types_and_older_spellings() -> None:
     older = {
         "head_dim": 256,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from bench_documents import document, runs_of
 
+pytest.importorskip("ejkernel_bench", reason="run: pip install --editable ./benchmarks")
 from ejkernel_bench._document import parse_document, read_document
 from ejkernel_bench.report import write_page
 

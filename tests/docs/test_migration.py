@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import ejkernel
@@ -59,6 +60,19 @@ def test_sdpa_has_the_arguments_of_jax():
     ours = inspect.signature(ejkernel.scaled_dot_product_attention).parameters
     assert {name: one.default for name, one in theirs.items()} == {name: ours[name].default for name in theirs}
     assert [*ours][:3] == [*theirs][:3]
+
+
+def test_which_functions_return_a_state():
+    assert "return a tuple with the last state, always; `causal_conv1d` does so with `return_state=True`" in PAGE.replace(
+        "\n", " "
+    )
+    u, rates, mixing, skip = jnp.ones((1, 4, 8)), -jnp.ones((8, 2)), jnp.ones((1, 4, 2)), jnp.ones(8)
+    assert isinstance(ejkernel.state_space_v1(u, rates, mixing, mixing, skip, u), tuple)
+    heads, shared = jnp.ones((1, 4, 2, 4)), jnp.ones((1, 4, 1, 2))
+    assert isinstance(ejkernel.state_space_v2(heads, -jnp.ones(2), shared, shared, jnp.ones(2), jnp.ones((1, 4, 2))), tuple)
+    weight = jnp.ones((8, 3))
+    assert isinstance(ejkernel.causal_conv1d(u, weight), jax.Array)
+    assert isinstance(ejkernel.causal_conv1d(u, weight, return_state=True), tuple)
 
 
 @pytest.mark.unsampled

@@ -24,6 +24,17 @@ def test_citation_has_the_version_and_the_licence_of_core():
     assert fields["license"] == project["license"]
 
 
+def test_lines_that_install_from_a_checkout_name_all_that_the_extras_bring():
+    """Nothing of ours is on an index before the first release."""
+    lines = re.findall(r"pip install (\S*\./ejkernel-core\[[^`#\n]+)", text("docs/install.md") + text("README.md"))
+    extras = tomllib.loads(text("ejkernel-core/pyproject.toml"))["project"]["optional-dependencies"]
+    assert len(lines) >= 5
+    for line in lines:
+        named = re.findall(r"\./ejkernel-core\[([\w,]+)\]", line)[0].split(",")
+        needed = {re.split(r"[<>=\[]", one)[0] for extra in named for one in extras[extra] if one.startswith("ejkernel-")}
+        assert needed <= {*re.findall(r"\./(ejkernel-\w+)", line)}, line
+
+
 def test_hooks_use_the_ruff_that_nox_pins():
     pinned = re.findall(r'"(ruff==[\d.]+)"', text("noxfile.py"))
     assert len(pinned) == 1
@@ -37,3 +48,13 @@ def test_changelog_is_in_the_form_of_keep_a_changelog():
     assert all(re.fullmatch(r"\d+\.\d+\.\d+ \((unreleased|\d{4}-\d{2}-\d{2})\)", version) for version in versions)
     assert kinds
     assert {*kinds} <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def test_the_client_is_installed_with_all_that_core_needs():
+    """Core itself is installed without its dependencies, as EasyDeL's pins would contradict them."""
+    needed = tomllib.loads(text("ejkernel-core/pyproject.toml"))["project"]["dependencies"]
+    listed = text("tests/clients/easydel/requirements.txt")
+    names = {re.split(r"[<>=]", line)[0] for line in listed.splitlines()}
+    assert {re.split(r"[<>=]", one)[0] for one in needed} <= names
+    recipe = text("tests/clients/easydel/README.md")
+    assert all((ROOT / path).exists() for path in re.findall(r"(?:--override|-r|-e) (\S+)", recipe))

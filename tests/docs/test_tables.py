@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from bench_documents import document, runs_of
 
+pytest.importorskip("ejkernel_bench", reason="run: pip install --editable ./benchmarks")
 from ejkernel_bench._document import parse_document
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,21 @@ def test_benchmarks(tables):
     losses = [line for line in lines if line.startswith("- `softmax T512 float32")]
     assert len(losses) == 2
     assert all(line.endswith("against torch") and ": 0.90 (" in line for line in losses)
+
+
+def test_what_is_behind_by_the_median_is_listed_though_it_is_unresolved(tables):
+    found = document(operations=("softmax",), lengths=(512,), times=times, noise=0.4, rounds=5)
+    lines = tables.benchmarks(parse_document(found))
+    listed = [line for line in lines if line.startswith("- `softmax")]
+    standings = [tables.standing(case) for case in parse_document(found).cases]
+    behind = [one for one in standings if one.ratio < 0.95]
+    assert behind and all(one.word == "even" for one in behind)
+    assert len(listed) == len(behind) and all(line.endswith(", unresolved") for line in listed)
+    heading = f"0 of 2 cases that a peer runs too are lost, and {len(behind)} more are below 0.95 by the median and unresolved:"
+    assert heading in lines
+    assert [line.split(" | ")[-1] for line in lines if line.startswith("| `softmax`")] == [
+        f"0 of 2, {len(behind)} unresolved |"
+    ]
 
 
 def test_without_peers_or_results(tables):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -37,11 +39,16 @@ assert [record.state for record in ejkernel.kernel_registry.records] == ["ok"], 
 """
 
 
-def command(*arguments: object, **environment: str) -> str:
+def command(*arguments: object, cwd: Path | None = None, **environment: str) -> str:
     """The output of a command, which must succeed."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("EJKERNEL_", "PYTHON"))}
     result = subprocess.run(
-        [str(argument) for argument in arguments], env={**clean, **environment}, capture_output=True, text=True, check=False
+        [str(argument) for argument in arguments],
+        cwd=cwd,
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     return result.stdout
@@ -49,7 +56,9 @@ def command(*arguments: object, **environment: str) -> str:
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory) -> Path:
-    """A folder with the wheels; that of the CUDA library holds its Python code only."""
+    """A folder with the wheels: a release, or made here, then that of the CUDA library holds its Python code only."""
+    if "EJKERNEL_RELEASE" in os.environ:
+        return Path(os.environ["EJKERNEL_RELEASE"])
     out = tmp_path_factory.mktemp("wheels")
     build = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "--skip-dependency-check", "--outdir", out)
     for name in DISTRIBUTIONS:
@@ -98,6 +107,21 @@ def test_triton_lowers_attention_for_a_gpu(python, wheels):
     jax = installed(python)["jax"]
     pip(python, wheels, "--no-deps", f"jax-cuda13-plugin=={jax}")
     command(python, "-c", LOWERED, JAX_PLATFORMS="cpu")
+
+
+def test_a_folder_of_wheels_is_an_index(python, wheels):
+    pip(python, wheels, "ejkernel-core[cpu,cli]")
+    assert {"ejkernel-core", "ejkernel-xla"} == {name for name in installed(python) if name.startswith("ejkernel")}
+    assert command(python.parent / "ejkernel", "doctor", JAX_PLATFORMS="cpu").endswith("Healthy.\n")
+
+
+def test_the_first_line_of_the_page_works(python):
+    """From a checkout, with no index or folder of ours."""
+    page = (ROOT / "docs" / "install.md").read_text()
+    line = re.search(r"`pip install (.+?)`", page)[1]
+    assert f"pip install {line} " in (ROOT / "README.md").read_text()
+    command(python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", *shlex.split(line), cwd=ROOT)
+    assert command(python.parent / "ejkernel", "doctor", JAX_PLATFORMS="cpu").endswith("Healthy.\n")
 
 
 def test_extras_bring_whole_set_ups(python, wheels):

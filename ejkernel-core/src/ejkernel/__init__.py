@@ -109,7 +109,7 @@ def _names() -> list[str]:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_SUBMODULES, *_names()})
+    return sorted({"__version__", *_SUBMODULES, *_names()})
 
 
 def _discover() -> None:

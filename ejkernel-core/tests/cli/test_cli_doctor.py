@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import threading
 import time
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 
 from ejkernel import kernel_registry
 from ejkernel._plugins.catalog import OPERATIONS
-from ejkernel.cli import _probes
+from ejkernel.cli import _probes, main
 from ejkernel.cli._diagnosis import _PROBLEMS, known_combinations, missing_plugins
 from ejkernel.cli._examination import _faster, _usual_request
 from ejkernel.targets import Target
@@ -47,6 +50,26 @@ def test_healthy(site, fresh_cli):
     assert report["devices"]["devices"][0]["platform"] == "cpu"
     assert report["devices"]["error"] is None
     assert report["cache"]["entries"] == 0
+
+
+def test_it_prints_what_it_knows_while_probes_run(monkeypatch):
+    """A slow device keeps nobody from reading versions and settings."""
+    shown, waited = threading.Event(), []
+
+    class Screen(io.StringIO):
+        def flush(self) -> None:
+            if "Settings" in self.getvalue():
+                shown.set()
+
+    def ask(questions: Any, timeout: float) -> list[Any]:
+        waited.append(shown.wait(60))
+        return [_probes.Answer([], None) for _ in questions]
+
+    monkeypatch.setattr(_probes, "ask", ask)
+    with contextlib.redirect_stdout(Screen()) as screen:
+        main(["doctor"])
+    assert waited == [True, True]
+    assert screen.getvalue().index("Versions") < screen.getvalue().index("Settings") < screen.getvalue().index("Devices")
 
 
 def test_what_runs_here(site, fresh_cli):
@@ -205,6 +228,19 @@ def test_foreign_distribution(site, fresh_cli):
     assert answer.status == 1
     assert answer.json["foreign_distributions"] == [{"distribution": "ejkernel", "version": "0.0.78"}]
     assert "pip uninstall ejkernel && pip install" in problems(answer.json)
+
+
+@pytest.mark.parametrize("broken", ["import no_such_module", "from ejkernel.errors import no_such_name"])
+def test_a_foreign_distribution_that_replaced_our_files(site, python, broken):
+    """Where not even the commands of ours can be imported any more."""
+    info = site.add("ejkernel", "", {"ejkernel.__init__": broken, "ejkernel.errors": ""}, version="0.0.80")
+    (info / "RECORD").write_text("ejkernel/__init__.py,,\nejkernel/errors.py,,\n")
+    said = python(
+        "import sys, ejkernel_launcher; sys.argv = ['ejkernel', 'doctor']; sys.exit(ejkernel_launcher.main())", fails=True
+    )
+    assert said.startswith("ejkernel: ejkernel replaced files of ejkernel-core (")
+    assert "run: pip uninstall ejkernel, then install ejkernel-core again" in said
+    assert said.count("\n") == 1
 
 
 def test_foreign_distribution_of_another_name(site, fresh_cli):

@@ -10,18 +10,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from terminal import COLUMNS, see
+from terminal import CODE, COLUMNS, complete, see
 
 from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel.cli.output import table
-
-CODE = """
-import sys, ejkernel_launcher
-sys.argv = ["ejkernel", *sys.argv[1:]]
-status = ejkernel_launcher.main()
-print("imported:", *sorted({"jax", "numpy"} & {*sys.modules}), file=sys.stderr)
-sys.exit(status)
-"""
 
 
 def is_whole(line: str) -> bool:
@@ -47,18 +39,6 @@ def test_version_and_help_import_no_jax(arguments):
     assert done.stdout.startswith("Usage: ejkernel" if arguments != ("--version",) else "0.")
 
 
-def complete(line: str) -> list[str]:
-    """What the shell is told to offer after a line."""
-    environment = {
-        "_EJKERNEL_COMPLETE": "complete_fish",
-        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-        "_TYPER_COMPLETE_ARGS": line,
-    }
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False, env={**environment})
-    assert done.stderr in ("", "imported:\n")
-    return [offer.split("\t")[0] for offer in done.stdout.splitlines()]
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -72,6 +52,12 @@ def complete(line: str) -> list[str]:
 )
 def test_shells_complete_names_without_jax(line, expected):
     assert complete(line) == expected
+
+
+def test_explain_of_what_nothing_runs_has_status_1():
+    for json_too in ((), ("--json",)):
+        assert see(["explain", "rms_norm", "--platform", "triton", *json_too]).status == 1
+    assert see(["explain", "rms_norm", "--platform", "triton", "--target", "gpu:9.0"]).status == 0
 
 
 def test_list_has_a_line_for_most_operations():
@@ -108,6 +94,7 @@ def test_tune_shows_configs_whole(tmp_path: Path):
     assert seen.status == 0 and all(map(is_whole, seen.lines))
     (config,) = [entry["config"] for entry in json.loads(out.read_text())["entries"]]
     assert ", ".join(f"{name}={value}" for name, value in config.items()) in seen.text
+    assert "".join(seen.words).endswith(f"written:{out}")  # a long path is broken
     assert "checking" not in seen.text, "the progress bar stays on the terminal"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -35,6 +36,8 @@ def test_shapes_from_a_file(cli, tmp_path):
     answer = cli("tune", "flash_attention", "--shapes", str(shapes), "--store", "--forward-only", "--rounds", "1")
     assert answer.status == 0 and "flash_attention forward" in answer.out
     (file,) = cache_entries()
+    assert re.search(rf"^stored: 1 of 1, in {re.escape(str(file.path.parent))}, from where", answer.out, re.MULTILINE)
+    assert re.search(r"^[01] of 1 configs are faster than the default(, by a factor of \d+\.\d\d)?$", answer.out, re.MULTILINE)
     assert file.entry.key.arrays().startswith("key float32[1,8,1,4]")
 
 

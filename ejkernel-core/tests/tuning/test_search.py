@@ -108,6 +108,18 @@ def test_entries_can_be_stored_as_they_are_found(world: Any) -> None:
     assert world.tier(platform="busy") == "user cache"
 
 
+def test_a_public_function_tunes_itself(world: Any) -> None:
+    """With its options as they stand in the call: they are no arrays."""
+    register(world, [QUICK], heuristic=QUICK)
+    tuning.install_tuner(Search(rounds=1, progress=False))
+    for options in ({"epsilon": 1e-3}, {"platform": "busy"}, {"axis": (0, 1)}):
+        assert ejkernel.autotune(ejkernel.rms_norm, world.x, **options).entries, options
+    q = jax.ShapeDtypeStruct((1, 8, 2, 16), "float32")
+    found = ejkernel.autotune(ejkernel.flash_attention, q, q, q, causal=True, sliding_window=(4, 0)).entries
+    assert found
+    assert all('"causal":true' in entry.key.call and '"window":[4,null]' in entry.key.call for entry in found)
+
+
 def test_refused_while_tracing(world: Any) -> None:
     with pytest.raises(ejkernel.TracingError, match="call it outside of jit"):
         jax.jit(lambda x: ejkernel.autotune(ejkernel.rms_norm, x))(world.x)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ import pytest
 
 import ejkernel
 from ejkernel_demo import data, model, report, serve, train
+from ejkernel_demo.plot import drawn_curves
 from ejkernel_demo.primitives import ejkernel_primitives, plain_primitives
 from ejkernel_demo.requests import Scheduler, requests_from
 
@@ -70,8 +73,46 @@ def test_screen(cli, small: Path):
         "loss.png",
         "one compiled program",
         "ok",
+        "⢕ ejkernel",
     ):
         assert expected in answer.out
+    last = answer.out.strip().splitlines()[-1]
+    assert re.fullmatch(r"ejkernel brought the loss from \d\.\d+ to \d\.\d+, and served \d+ bytes as a full .+ would\.", last)
+
+
+def _ran(middle: float, final: float, compilation: float) -> dict[str, Any]:
+    spread = [0.9 * middle, middle, 1.1 * middle]
+    return {"first_loss": 5.5, "final_loss": final, "compile_seconds": compilation, "step_seconds_quartiles": spread}
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [
+        (_ran(0.010, 2.25, 3.0), "runs 2.00 times as fast (10.0 ms a step against 20.0), takes 2.0 s longer to compile"),
+        (_ran(0.040, 2.25, 0.5), "loses speed, 0.50 of plain JAX's (40.0 ms a step against 20.0), takes 0.5 s less to compile"),
+        (_ran(0.021, 2.25, 1.5), "is neither faster nor slower (21.0 ms a step against 20.0, within their spread), takes"),
+    ],
+    ids=["gained", "lost", "even"],
+)
+def test_the_last_sentence_says_what_was_gained_and_lost(ours: dict[str, Any], expected: str):
+    found = {"runs": {"ejkernel": ours, "plain JAX": _ran(0.020, 2.26, 1.0)}, "checks": [], "serving": {"generated": 7}}
+    said = report.conclusion(found)
+    assert said.startswith(f"ejkernel ends with a loss of 2.250 where plain JAX has 2.260, {expected}")
+    assert said.endswith("and served 7 bytes as a full recomputation would.")
+    failed = report.conclusion({**found, "checks": [{"name": "the loss falls", "ok": False}]})
+    assert failed == "1 of 1 checks failed: the loss falls."
+
+
+def test_curves_fit_and_name_every_run():
+    falling = [5.5 / (1 + step / 20) for step in range(200)]
+    drawn = drawn_curves({"ejkernel": falling, "plain JAX": [0.1 + value for value in falling]}, 72)
+    lines = drawn.splitlines()
+    assert len(lines) == 14
+    assert max(map(len, lines)) <= 72
+    assert "plain JAX" in drawn
+    assert "ejkernel" in drawn
+    assert lines[-1].split() == ["1", "50", "100", "150", "200"]
+    assert "\x1b" not in drawn
 
 
 def test_a_disagreement_ends_with_status_1(cli, small: Path, monkeypatch: pytest.MonkeyPatch):

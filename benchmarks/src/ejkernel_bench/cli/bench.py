@@ -11,19 +11,24 @@ from typing import Annotated, Any
 
 import typer
 
+from ejkernel.cli.completion import complete_operation, complete_platform
 from ejkernel.cli.output import AsJson, UserError, console, emit, say, table, user_mistakes
 from ejkernel_bench.cli._files import draw, draw_file, show_comparison, what_plots_need
 
 
 def bench(
     operations: Annotated[
-        list[str] | None, typer.Argument(metavar="[OPERATION]...", help="Operations; none means all.")
+        list[str] | None,
+        typer.Argument(metavar="[OPERATION]...", help="Operations; none means all.", autocompletion=complete_operation),
     ] = None,
     size: Annotated[str, typer.Option(help="Of the cases: cpu, gpu, gpu-float8, test, or auto: what this device is.")] = "auto",
     case: Annotated[str, typer.Option(help="Only cases whose names match this pattern.")] = "*",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16: one, or several with commas.")] = None,
     phase: Annotated[str, typer.Option(help="forward, backward, forward+backward: with commas.")] = "forward,backward",
-    platform: Annotated[str | None, typer.Option(help="Only these of our platforms: one, or several with commas.")] = None,
+    platform: Annotated[
+        str | None,
+        typer.Option(help="Only these of our platforms: one, or several with commas.", autocompletion=complete_platform),
+    ] = None,
     peer: Annotated[
         list[str] | None, typer.Option(help="Only this peer; may be repeated. Default: all that are there.")
     ] = None,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ejkernel._dispatch.decisions import decide
 from ejkernel._dispatch.log import log_decision
 from ejkernel._dispatch.recording import note
+from ejkernel._plugins.catalog import OPERATIONS
 from ejkernel._plugins.containment import EndedError, contained, imported, raised
 from ejkernel._plugins.records import Candidate
 from ejkernel._plugins.registry import kernel_registry
@@ -28,7 +29,7 @@ from ejkernel.call.partition import (
     vary_like,
 )
 from ejkernel.call.request import Request
-from ejkernel.errors import FallbackWarning, NoKernelError, PluginError, warn
+from ejkernel.errors import FallbackWarning, NoKernelError, PluginError, suggestion, warn
 from ejkernel.plugin import FALLBACK, FIRST_PARTY, Phase
 from ejkernel.targets import building_for
 
@@ -46,7 +47,7 @@ def _admitted(request: Request, phase: Phase) -> tuple[Decision, Candidate]:
 def _next_step(request: Request, decision: Decision) -> str:
     if request.policy.platforms or request.policy.forbid:
         step = "Widen or drop the platform setting, or install a plugin that supports this call; see `ejkernel doctor`."
-        return step + _other_target(request, decision)
+        return step + _other_target(request, decision) + _misspelt(request.policy.platforms)
     installed = {record.name: record.state for record in kernel_registry.records}
     if installed.get(FALLBACK) == "disabled":
         return f"Add {FALLBACK!r}, which runs everywhere, to EJKERNEL_PLUGINS, or unset the variable to load all that is installed."
@@ -67,6 +68,17 @@ def _other_target(request: Request, decision: Decision) -> str:
         f" This call is dispatched for {request.target}, where its arrays are or would be put. To lower or export a program for "
         f"another device, say which: `with ejkernel.use(target={elsewhere!r}):`."
     )
+
+
+def _misspelt(platforms: tuple[str, ...]) -> str:
+    """What plugins that were asked for implement and core does not have: perhaps the operation is meant."""
+    named = dict.fromkeys(
+        (found.platform, found.implementation.operation)
+        for found in kernel_registry.list_implementations()
+        if found.platform in platforms and found.origin != "registered" and found.implementation.operation not in OPERATIONS
+    )
+    said = (f" {name} implements {one!r}, which is no operation{suggestion(one, OPERATIONS)}." for name, one in named)
+    return "".join(said)
 
 
 def _warn_of_fallback(decision: Decision) -> None:

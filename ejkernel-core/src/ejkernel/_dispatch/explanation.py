@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from ejkernel._dispatch.decisions import decide
+from ejkernel._dispatch.recording import over_arrays
 from ejkernel._plugins.catalog import FUNCTIONS, public_function
 from ejkernel.call.decision import Explanation
 from ejkernel.call.policy import current_policy, holding
@@ -50,19 +51,13 @@ def explain_request(request: Request) -> Explanation:
 
 def _call_on_shapes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call a public function with tracers in place of `jax.ShapeDtypeStruct`s, on which it could not compute."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
-
-    def call(tracers: list[Any]) -> None:
-        filled = {**dict(enumerate(leaves)), **dict(zip(places, tracers, strict=True))}
-        args, kwargs = jax.tree.unflatten(tree, filled.values())
-        function(*args, **kwargs)
-
+    call, arrays = over_arrays(function, args, kwargs, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     policy = current_policy()
-    if policy.target is None and any(leaves[place].sharding is not None for place in places):
-        policy = dataclasses.replace(policy, target=resolve_target(leaves))  # tracers do not say on which devices they are
+    if policy.target is None and any(array.sharding is not None for array in arrays):
+        leaves = jax.tree.leaves((args, kwargs))  # tracers do not say on which devices they are
+        policy = dataclasses.replace(policy, target=resolve_target(leaves))
     with holding(policy):
-        jax.eval_shape(call, [leaves[place] for place in places])
+        jax.eval_shape(call, arrays)
 
 
 def explain(operation: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

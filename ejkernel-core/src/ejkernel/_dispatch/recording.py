@@ -67,15 +67,31 @@ def record_calls(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tup
 
     Args:
         function: the program; `jax.grad` and others may be applied to it.
-        *args: its arguments, as arrays or `jax.ShapeDtypeStruct`s.
+        *args: its arguments, as arrays or `jax.ShapeDtypeStruct`s; others, such as `causal=True`, are given to it as they are.
         **kwargs: its keyword arguments.
     """
     recorder = _Recorder()
+    call, arrays = over_arrays(function, args, kwargs, lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
     with recording(recorder):
-        program = jax.make_jaxpr(function)(*args, **kwargs)
+        program = jax.make_jaxpr(call)(arrays)
     calls, recorder.calls = recorder.calls, []
     made = dict.fromkeys(calls[mark] for mark in sorted(set(_marks(program))))
     return tuple(made)
+
+
+def over_arrays(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], moving: Callable[[Any], bool]
+) -> tuple[Callable[[list[Any]], Any], list[Any]]:
+    """The call as a function of those of its leaves that move, and these."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if moving(leaf)]
+
+    def call(arrays: list[Any]) -> Any:
+        filled = {**dict(enumerate(leaves)), **dict(zip(places, arrays, strict=True))}
+        args, kwargs = jax.tree.unflatten(tree, filled.values())
+        return function(*args, **kwargs)
+
+    return call, [leaves[place] for place in places]
 
 
 def _marks(program: Any) -> Iterator[int]:

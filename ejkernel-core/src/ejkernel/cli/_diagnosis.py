@@ -31,12 +31,17 @@ _ALWAYS = (OURS, "jax", "jaxlib", "numpy")
 _RELATED = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "triton", "jax-triton")
 
 
-def diagnose(commands: Sequence[Command], timeout: float = _probes.TIMEOUT) -> dict[str, Any]:
+def diagnose(
+    commands: Sequence[Command],
+    timeout: float = _probes.TIMEOUT,
+    begun: Callable[[dict[str, Any]], None] = lambda report: None,
+) -> dict[str, Any]:
     """Examine this installation and this machine.
 
     Args:
         commands: those that other distributions add; they are imported.
         timeout: seconds for each native probe.
+        begun: called with what is known while the probes still run: all that is asked of no subprocess.
 
     Returns:
         The facts; under `"problems"` what is broken among what was installed or asked for, and that nothing can run, each with a
@@ -48,8 +53,11 @@ def diagnose(commands: Sequence[Command], timeout: float = _probes.TIMEOUT) -> d
     with ThreadPoolExecutor(max_workers=2) as pool:  # two subprocesses, of which only the first makes JAX start its devices
         machine = pool.submit(_probes.ask, [_probes.DEVICES, _probes.DISPATCH], timeout)
         plugins = pool.submit(_probes.ask, [*examined.values(), *hooks.values()], timeout)
+        versions = installed_versions(records)
         report: dict[str, Any] = {
-            "versions": installed_versions(records),
+            "versions": versions,
+            "known_combinations": known_combinations(versions),
+            "tested_jax": [*TESTED_JAX],
             "plugins": [record.to_dict() for record in records],
             "packs": [record.to_dict() for record in catalog.packs()],
             "registered": registrations(),
@@ -60,15 +68,14 @@ def diagnose(commands: Sequence[Command], timeout: float = _probes.TIMEOUT) -> d
             "cache": cache_state(),
             "unknown_operations": unknown_operations(),
         }
+        begun(report)
     devices, dispatch = machine.result()
     report["devices"] = {"devices": devices.told, "error": devices.error}
     report["dispatch"] = {"operations": dispatch.told, "error": dispatch.error}
     findings = [{"findings": answer.told, "error": answer.error} for answer in plugins.result()]
     report["references"] = dict(zip(examined, findings[: len(examined)], strict=True))
     report["diagnoses"] = dict(zip(hooks, findings[len(examined) :], strict=True))
-    report["known_combinations"] = known_combinations(report["versions"])
-    report["tested_jax"] = [*TESTED_JAX]
-    untested = untested_jax(report["versions"]["jax"] or "0")
+    untested = untested_jax(versions["jax"] or "0")
     report["advice"] = [*([untested] if untested else []), *missing_plugins(report)]
     report["problems"] = [problem for find in _PROBLEMS for problem in find(report)]
     report["ok"] = not report["problems"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -22,24 +24,32 @@ def doctor(
     from ejkernel.cli._diagnosis import diagnose
 
     root: Any = context.find_root().command
+    answers = sys.stdout
+
+    def begun(report: dict[str, Any]) -> None:
+        """Shown while the probes run."""
+        if not as_json:
+            with contextlib.redirect_stdout(answers):
+                _render_installed(report, verbose)
+
     with own_output():
-        report = diagnose(root.others, timeout)
+        report = diagnose(root.others, timeout, begun)
     if as_json:
         emit(report)
     else:
-        _render(report, verbose)
+        _render_found(report)
     raise typer.Exit(0 if report["ok"] else 1)
 
 
-def _render(report: dict[str, Any], verbose: bool) -> None:
+def _section(screen: Any, title: str, columns: tuple[str, ...], rows: list[Any]) -> None:
+    screen.print(table(columns, rows, title=title))
+    screen.print()
+
+
+def _render_installed(report: dict[str, Any], verbose: bool) -> None:
     screen = console()
-
-    def section(title: str, columns: tuple[str, ...], rows: list[Any]) -> None:
-        screen.print(table(columns, rows, title=title))
-        screen.print()
-
     versions = [(name, version or "not installed") for name, version in report["versions"].items()]
-    section("Versions", ("package", "version"), versions)
+    _section(screen, "Versions", ("package", "version"), versions)
     say(screen, "ejkernel is tested with jax {} to {}".format(*report["tested_jax"]))
     for found in report["known_combinations"]:
         names = ", ".join(f"{name} {report['versions'][name]}" for name in found["packages"])
@@ -49,7 +59,7 @@ def _render(report: dict[str, Any], verbose: bool) -> None:
         (p["name"], verdict(p["state"]), f"{p['distribution']} {p['version']}", p["reason"] or _remark(p))
         for p in report["plugins"]
     ]
-    section("Plugins", ("plugin", "state", "from", "remarks"), plugins)
+    _section(screen, "Plugins", ("plugin", "state", "from", "remarks"), plugins)
     packs = [
         (
             p["name"],
@@ -59,30 +69,34 @@ def _render(report: dict[str, Any], verbose: bool) -> None:
         )
         for p in report["packs"]
     ]
-    section("Packs of operations", ("pack", "state", "from", "remarks"), packs)
+    _section(screen, "Packs of operations", ("pack", "state", "from", "remarks"), packs)
     if report["registered"]:
         registered = [(r["implementation"], f"{r['operation']} {r['phase']}", r["code"]) for r in report["registered"]]
-        section("Registered at run time", ("implementation", "of", "code"), registered)
+        _section(screen, "Registered at run time", ("implementation", "of", "code"), registered)
     if report["commands"]:
         commands = [
             (c["name"], verdict(c["state"]), f"{c['distribution']} {c['version']}", c["reason"]) for c in report["commands"]
         ]
-        section("Commands of other distributions", ("command", "state", "from", "reason"), commands)
+        _section(screen, "Commands of other distributions", ("command", "state", "from", "reason"), commands)
     if verbose:
         _print_tracebacks(screen, [*report["plugins"], *report["packs"], *report["commands"]])
     settings = [(s["name"], _shown(s), s["source"], *([s["meaning"]] if verbose else [])) for s in report["settings"]]
     columns = ("setting", "value", "source", "meaning") if verbose else ("setting", "value", "source")
     screen.print(table(columns, settings, title="Settings", wrap=("value", "meaning")))
     screen.print()
-    section("Devices", ("device", "kind", "capability"), _device_rows(report["devices"]["devices"]))
-    section("What runs here", ("implementation", "operations"), _served(report["dispatch"]))
+
+
+def _render_found(report: dict[str, Any]) -> None:
+    screen = console()
+    _section(screen, "Devices", ("device", "kind", "capability"), _device_rows(report["devices"]["devices"]))
+    _section(screen, "What runs here", ("implementation", "operations"), _served(report["dispatch"]))
     findings = [
         (name, finding["name"], finding["finding"])
         for name, answer in report["diagnoses"].items()
         for finding in answer["findings"]
     ]
     if findings:
-        section("What plugins found", ("plugin", "examined", "finding"), findings)
+        _section(screen, "What plugins found", ("plugin", "examined", "finding"), findings)
     cache = report["cache"]
     state = cache["error"] or f"{cache['entries']} entries"
     say(screen, f"Tuning cache: {cache['directory']}: {state}")

@@ -27,7 +27,7 @@ def explain(
     target: Annotated[str | None, typer.Option(help="Explain for another device: cpu, gpu, gpu:9.0, tpu.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which implementation would run a call. Nothing is computed.
+    """Say which implementation would run a call, status 1 if none would. Nothing is computed.
 
     Without shapes, of a case of the size that is benchmarked on the device.
     """
@@ -35,8 +35,6 @@ def explain(
         raise UserError("--case: brings its own arrays and options; leave out --shape and --option")
     if dtype is not None and shape:
         raise UserError("--dtype: is of a case; write --shape name=sizes:dtype")
-    from ejkernel.utils.kernel_store import bundled_kernels, bundles
-
     chosen = tuple(platform.split(",")) if platform else None
     with user_mistakes(), own_output(), _target(target):
         if shape or option:
@@ -45,7 +43,14 @@ def explain(
             about, explanation = _explain_case(operation, case, dtype, chosen)
     if as_json:
         emit(explanation.to_dict())
-        return
+    else:
+        _show(about, explanation)
+    raise typer.Exit(0 if explanation.forward.chosen else 1)
+
+
+def _show(about: str, explanation: Any) -> None:
+    from ejkernel.utils.kernel_store import bundled_kernels, bundles
+
     screen = console()
     if about:
         say(screen, about, style="dim")

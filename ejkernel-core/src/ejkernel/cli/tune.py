@@ -58,6 +58,21 @@ def tune(
         emit(json.loads(result.dumps()))
         return
     _show(result)
+    _say_where(result, store, out)
+
+
+def _say_where(result: Any, store: bool, out: Path | None) -> None:
+    """What was gained, and where it is now."""
+    from ejkernel.configs.store import USER_CACHE, directory
+
+    gains = [f"{entry.gain:.2f}" for entry in sorted(result.entries, key=lambda entry: entry.gain) if entry.gain > 1]
+    gained = f"{len(gains)} of {len(result.entries)} configs are faster than the default"
+    say(console(), gained + (f", by a factor of {' to '.join(dict.fromkeys((gains[0], gains[-1])))}" if gains else ""))
+    if store:
+        kept = sum(USER_CACHE.lookup(entry.key) is not None for entry in result.entries)
+        say(console(), f"stored: {kept} of {len(result.entries)}, in {directory()}, from where every process takes them")
+    if out is not None:
+        say(console(), f"written: {out}")
 
 
 def _calls_of(
@@ -166,11 +181,12 @@ def _show(result: Any) -> None:
             entry.key.implementation,
             verdict("fastest" if fastest else ""),
             f"{1e3 * entry.seconds:.4g} ms",
+            f"{entry.gain:.2f}",
             f"{sum(not timing.failure for timing in entry.timings)} of {len(entry.timings)}",
             ", ".join(f"{name}={value}" for name, value in (entry.config or {}).items()),
         )
         calls.setdefault(f"{entry.key.operation} {entry.key.phase}: {entry.key.arrays()}", []).append(row)
     for call, rows in calls.items():
         say(screen, call, style="bold")
-        screen.print(table(("implementation", "", "median", "right", "config"), rows))
+        screen.print(table(("implementation", "", "median", "gain", "right", "config"), rows))
         screen.print()

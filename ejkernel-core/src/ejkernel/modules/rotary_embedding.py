@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,13 @@ from ejkernel.operations.common.rotary.model_config import head_size_of, rotatio
 from ejkernel.operations.common.rotary.scaling import axes_of_pairs, scaled_frequencies
 
 __all__ = ["LlamaRotaryEmbedding"]
+
+
+@runtime_checkable
+class ModelConfig(Protocol):
+    """What configs of transformers have."""
+
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 class LlamaRotaryEmbedding:
@@ -79,11 +86,16 @@ class LlamaRotaryEmbedding:
         self._axes = axes_of_pairs(scaling or {}, dim // 2)
         self.frequencies = self._scaled.short.astype(np.float32)
         self.attention_factor = self._scaled.attention_factor
+        self._described = f"dim={dim}, base={base:g}, scaling={dict(scaling or {})}"
+
+    def __repr__(self) -> str:
+        order = ", interleaved=True" if self.interleaved else ", per_pair=True" if self.per_pair else ""
+        return f"LlamaRotaryEmbedding({self._described}{order})"
 
     @classmethod
     def from_config(
         cls,
-        config: Mapping[str, Any],
+        config: Mapping[str, Any] | ModelConfig,
         *,
         head_size: int | None = None,
         layer_type: str | None = None,
@@ -93,9 +105,10 @@ class LlamaRotaryEmbedding:
         """The embedding that a model's configuration describes.
 
         Args:
-            config: the mapping in a model's `config.json`. Read are `rope_parameters`, or `rope_theta` (`rotary_emb_base`) and
-                `rope_scaling`; `partial_rotary_factor` (`rotary_pct`, `rotary_dim`), `max_position_embeddings`,
-                `original_max_position_embeddings`, `rope_local_base_freq` (`swa_rope_theta`), sizes of heads.
+            config: the mapping in a model's `config.json`, or a config of transformers. Read are `rope_parameters`, or `rope_theta`
+                (`rotary_emb_base`) and `rope_scaling`; `partial_rotary_factor` (`rotary_pct`, `rotary_dim`),
+                `max_position_embeddings`, `original_max_position_embeddings`, `rope_local_base_freq` (`swa_rope_theta`), sizes of
+                heads.
             head_size: channels of a head, of which `partial_rotary_factor` are rotated. None = `head_dim` or `hidden_size /
                 num_attention_heads`; `qk_rope_head_dim` and `rotary_dim` are numbers of rotated channels.
             layer_type: which of several rotations, e.g. "full_attention" or "sliding_attention" of Gemma 3.
@@ -106,11 +119,13 @@ class LlamaRotaryEmbedding:
             The embedding; pass its `dim` as `rotary_dim`.
 
         Raises:
-            TypeError: config is not a mapping.
+            TypeError: config is neither.
             ValueError: something needed is missing, or as in the constructor.
         """
+        if isinstance(config, ModelConfig):
+            config = config.to_dict()
         if not isinstance(config, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise wrong_type("config", type(config).__name__, "a mapping", remedy="config.to_dict() of transformers makes it")
+            raise wrong_type("config", type(config).__name__, "a mapping or a config of transformers")
         scaling, base = rotation_of_layer(config, layer_type)
         fraction = scaling.pop("partial_rotary_factor", None)
         fraction = next(

@@ -62,7 +62,7 @@ def autotune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Autotun
 
     Args:
         function: the program; `jax.grad` and others may be applied to it. See `ejkernel.tuning.record_calls`.
-        *args: its arguments, as arrays or `jax.ShapeDtypeStruct`s.
+        *args: its arguments, as arrays or `jax.ShapeDtypeStruct`s; options as they are.
         **kwargs: its keyword arguments.
 
     Returns:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ejkernel.cli.output import AsJson, UserError, console, emit, table, user_mistakes, verdict
+from ejkernel.cli.output import AsJson, UserError, console, emit, say, table, user_mistakes, verdict
 
 
 def demo(
@@ -69,7 +69,6 @@ def _progress(steps: int, *, hidden: bool) -> Generator[Callable[[str, int, floa
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]:.3f}"),
-        TextColumn("{task.fields[speed]:>5.1f} steps/s"),
         TimeElapsedColumn(),
     )
     bars: dict[str, Any] = {}
@@ -77,15 +76,15 @@ def _progress(steps: int, *, hidden: bool) -> Generator[Callable[[str, int, floa
 
         def on_step(run: str, step: int, loss: float) -> None:
             if run not in bars:
-                bars[run] = progress.add_task(run, total=steps, loss=loss, speed=0.0)
-            task = next(task for task in progress.tasks if task.id == bars[run])
-            progress.update(bars[run], completed=step, loss=loss, speed=task.speed or 0.0)
+                bars[run] = progress.add_task(run, total=steps, loss=loss)
+            progress.update(bars[run], completed=step, loss=loss)
 
         yield on_step
 
 
 def _render(report: dict[str, Any]) -> None:
     screen = console()
+    _draw(screen, {name: run["losses"] for name, run in report["runs"].items()})
     rows = []
     for name, run in report["runs"].items():
         low, middle, high = (f"{1e3 * value:.1f}" for value in run["step_seconds_quartiles"])
@@ -129,6 +128,19 @@ def _render(report: dict[str, Any]) -> None:
     screen.print()
     for name, path in report["files"].items():
         screen.print(f"{name}: {path}", markup=False, soft_wrap=True)
+    screen.print()
+    say(screen, report["conclusion"], style="bold green" if report["ok"] else "bold red")
+
+
+def _draw(screen: Any, losses: dict[str, list[float]]) -> None:
+    """The curves, where the console has the characters for them."""
+    if not screen.encoding.startswith("utf"):
+        return
+    from ejkernel_demo.plot import drawn_curves
+
+    screen.print()
+    screen.print("Loss in nats per byte over steps", style="bold")
+    screen.print(drawn_curves(losses, min(screen.width, 100)), markup=False)
 
 
 def _render_serving(found: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The demo's picture: both loss curves, their difference, and both speeds."""
+"""The demo's pictures: the loss curves, in a file beside both speeds and on the terminal."""
 
 from __future__ import annotations
 
@@ -28,3 +28,28 @@ def save_plot(path: Path, curves: Mapping[str, Sequence[float]], seconds: Mappin
     speed.bar(names, middle, yerr=(middle - low, high - middle), color=["C0", "C1"][: len(names)], width=0.6, capsize=4)
     speed.set(ylabel="step time, ms (median, quartiles)", title="speed")
     figure.savefig(path, dpi=130)
+
+
+def drawn_curves(curves: Mapping[str, Sequence[float]], width: int, height: int = 14) -> str:
+    """Loss curves in characters, without colours; the first is drawn over the others.
+
+    Args:
+        curves: by the name of the run.
+        width: columns.
+        height: lines.
+    """
+    import plotext
+
+    figure = plotext.figure
+    figure.clear()
+    figure.theme("colorless")
+    figure.plot_size(width, height)
+    right = max(map(len, curves.values()))
+    steps = sorted({1, *(round(part * right / 4) or 1 for part in range(1, 5))})
+    figure.ruler("lower").ticks(steps, [*map(str, steps)])
+    figure.legend(x=right, y=max(map(max, curves.values())), ha="right", va="top", relative=True)
+    for (name, values), mark in reversed([*zip(curves.items(), ("braille", "o"), strict=False)]):
+        signal = figure.signal([*range(1, len(values) + 1)], [*values], marker=mark)
+        signal.label(name)
+        figure.draw(signal)
+    return plotext.uncolorize(str(figure.build())).rstrip()

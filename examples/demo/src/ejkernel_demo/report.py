@@ -73,7 +73,37 @@ def run_demo(settings: Settings, *, platforms: tuple[str, ...], out: Path, compa
     }
     report["files"] = _write(out, trainers, dict(zip(trainers, times, strict=True)), text)
     report["ok"] = all(check["ok"] for check in checks)
+    report["conclusion"] = conclusion(report)
     return report
+
+
+def conclusion(report: dict[str, Any]) -> str:
+    """What was gained and what was lost, in one sentence."""
+    failed = [check["name"] for check in report["checks"] if not check["ok"]]
+    if failed:
+        return f"{len(failed)} of {len(report['checks'])} checks failed: {'; '.join(failed)}."
+    ours, plain = (report["runs"].get(name) for name in ("ejkernel", "plain JAX"))
+    served = f"served {report['serving']['generated']} bytes as a full recomputation would"
+    if plain is None:
+        return f"ejkernel brought the loss from {ours['first_loss']:.3f} to {ours['final_loss']:.3f}, and {served}."
+    learned = f"a loss of {ours['final_loss']:.3f} where plain JAX has {plain['final_loss']:.3f}"
+    return f"ejkernel ends with {learned}, {_speed(ours, plain)}, {_compilation(ours, plain)}, and {served}."
+
+
+def _speed(ours: dict[str, Any], plain: dict[str, Any]) -> str:
+    """Steps of ours beside those of plain JAX; no winner is named where their middle halves overlap."""
+    (low, middle, high), (their_low, their_middle, their_high) = (run["step_seconds_quartiles"] for run in (ours, plain))
+    took = f"{1e3 * middle:.1f} ms a step against {1e3 * their_middle:.1f}"
+    if high < their_low:
+        return f"runs {their_middle / middle:.2f} times as fast ({took})"
+    if their_high < low:
+        return f"loses speed, {their_middle / middle:.2f} of plain JAX's ({took})"
+    return f"is neither faster nor slower ({took}, within their spread)"
+
+
+def _compilation(ours: dict[str, Any], plain: dict[str, Any]) -> str:
+    longer = ours["compile_seconds"] - plain["compile_seconds"]
+    return f"takes {abs(longer):.1f} s {'longer' if longer > 0 else 'less'} to compile"
 
 
 def unserved(settings: Settings, platforms: tuple[str, ...]) -> list[str]:
