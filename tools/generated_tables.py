@@ -25,7 +25,7 @@ from ejkernel._plugins.settings import VARIABLES
 from ejkernel_bench._document import Case, Document, Run, read_document
 from ejkernel_bench._history import Compared, newest
 from ejkernel_bench._order import as_dispatched_now
-from ejkernel_bench._standing import standing
+from ejkernel_bench._standing import Standing, standing
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
