@@ -9,6 +9,8 @@ then one result an instruction. An instruction is the name of what it does, and 
 - `("convert", place, dtype)`;
 - `("integer_pow", place, exponent)`;
 - any other of `score_tiles`, with places alone.
+
+Halves are held in float32, rounded after each instruction.
 """
 
 from __future__ import annotations
@@ -128,13 +130,15 @@ class _Writer:
             if dtype not in _DTYPES:
                 raise _UnknownError(f"converts to {dtype}")
             return self.add("convert", operands[0], dtype)
-        if node.primitive == "integer_pow" and 0 <= node.params["y"] <= 8:
-            return self.add("integer_pow", operands[0], node.params["y"])
         if node.primitive in _SAME:
             return operands[0]
-        if node.primitive not in _SIMPLE or len(operands) > 3:
+        if node.primitive == "integer_pow" and 0 <= node.params["y"] <= 8:
+            result = self.add("integer_pow", operands[0], node.params["y"])
+        elif node.primitive in _SIMPLE and len(operands) <= 3:
+            result = self.add(_SIMPLE[node.primitive], *operands)
+        else:
             raise _UnknownError(f"computes {node.primitive}")
-        return self.add(_SIMPLE[node.primitive], *operands)
+        return self.add("convert", result, node.dtype) if node.dtype in ("bfloat16", "float16") else result
 
     def load(self, view: _View) -> int:
         if any(size != 1 for _, size in view.axes):

@@ -16,12 +16,13 @@ ONE: tl.constexpr = tl.constexpr(-4)
 
 @triton.jit
 def as_dtype(x, DTYPE: tl.constexpr):
+    """Halves are rounded, and held and computed with in float32."""
     if DTYPE == "float32":
         y = x.to(tl.float32)
     if DTYPE == "float16":
-        y = x.to(tl.float16)
+        y = x.to(tl.float32).to(tl.float16).to(tl.float32)
     if DTYPE == "bfloat16":
-        y = x.to(tl.bfloat16)
+        y = x.to(tl.float32).to(tl.bfloat16).to(tl.float32)
     if DTYPE == "int32":
         y = x.to(tl.int32)
     if DTYPE == "bool":
