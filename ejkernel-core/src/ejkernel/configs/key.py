@@ -20,6 +20,7 @@ from typing import Any
 from ejkernel._plugins.records import Candidate
 from ejkernel._version import __version__
 from ejkernel.call.arrays import ArraySpec
+from ejkernel.call.contract import Contract
 from ejkernel.call.records import by_present_names
 from ejkernel.call.request import Request
 from ejkernel.errors import wrong_type
@@ -97,6 +98,14 @@ class Key:
         if not renamed:
             return self
         return dataclasses.replace(self, call=canonical_json(by_present_names(json.loads(self.call), renamed)))
+
+    def with_later_fields(self, contract: Contract) -> Key:
+        """The key with the fields that later revisions of the contract brought, at their defaults: it is of a call without them."""
+        known = json.loads(self.call)
+        later = {name for name, revision in contract.optional_fields.items() if revision > 1} - known.keys()
+        defaults = {field.name: field.default for field in dataclasses.fields(contract.Call)}
+        added = {name: encode(defaults[name], name) for name in later}
+        return dataclasses.replace(self, call=canonical_json({**added, **known})) if added else self
 
     @functools.cached_property
     def digest(self) -> str:

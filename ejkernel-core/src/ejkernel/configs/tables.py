@@ -31,14 +31,17 @@ class _Index:
 
 @functools.lru_cache(maxsize=128)
 def _index(tables: tuple[tuple[str, str, bool], ...], operation: str) -> _Index:
-    """What tables say of an operation; older ones know former names of fields. Those of `ejkernel.ops.Kernel` have no contract."""
+    """What tables say of an operation; older ones know former names of fields, and not the later ones. Those of
+    `ejkernel.ops.Kernel` have no contract."""
     index, known = _Index({}, {}, {}), operation in OPERATIONS
-    renamed = dict(operation_module(operation, "interface").OPERATION.renamed) if known else {}
+    contract = operation_module(operation, "interface").OPERATION if known else None
     for path, platform, first_party in tables:
         for entry in _read(path):
             if entry.key.operation != operation:
                 continue
-            key = entry.key.with_present_names(renamed)
+            key = entry.key
+            if contract is not None:
+                key = key.with_present_names(dict(contract.renamed)).with_later_fields(contract)
             entry = dataclasses.replace(entry, key=key)
             if first_party or key.implementation.partition(".")[0] == platform:
                 if key.released not in index.exact:

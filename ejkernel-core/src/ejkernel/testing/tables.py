@@ -37,8 +37,9 @@ def unused(entry: Entry, candidates: Sequence[Candidate]) -> str | None:
         call = _call_of(key)
     except TypeError as error:
         return f"its call is not one of today's {key.operation}: {error}"
-    request = Request(get_operation(key.operation), call, target, policy_for_call(key.operation, candidate.platform))
-    if Key.of(request, candidate.implementation.phase, candidate).released != key.released:
+    owner = get_operation(key.operation)
+    request = Request(owner, call, target, policy_for_call(key.operation, candidate.platform))
+    if Key.of(request, candidate.implementation.phase, candidate).released != key.with_later_fields(owner).released:
         return f"its call is not one of today's {key.operation}: {call}"
     return _unfit(entry, candidate, call, target)
 

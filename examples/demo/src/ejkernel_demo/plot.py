@@ -52,4 +52,4 @@ def drawn_curves(curves: Mapping[str, Sequence[float]], width: int, height: int 
         signal = figure.signal([*range(1, len(values) + 1)], [*values], marker=mark)
         signal.label(name)
         figure.draw(signal)
-    return plotext.uncolorize(str(figure.build())).rstrip()
+    return str(plotext.uncolorize(str(figure.build()))).rstrip()
