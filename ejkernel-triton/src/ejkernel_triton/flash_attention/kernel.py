@@ -386,7 +386,7 @@ def _value_gradient(
     rows = _rows(call, d_out, shift, delta)
     places = places_of(call, inputs)
     sizes = (batch, heads, queries, call.key.shape[1])
-    total = jnp.zeros(inputs.mod_values.shape, jnp.float32)
+    total = vary_like(jnp.zeros(inputs.mod_values.shape, jnp.float32), inputs)
     for derivative, (axes, place) in enumerate(zip(score.load_axes, score.load_places, strict=True)):
         axes |= 1 if inputs.mod_values.shape[0] > 1 else 0
         shape = tuple(size if axes >> axis & 1 else 1 for axis, size in enumerate(sizes))
@@ -400,7 +400,7 @@ def _value_gradient(
         )
         loads = Mapped(call.score_mod, own, "bhqs")  # pyright: ignore[reportArgumentType]
         _, pull = jax.vjp(lambda values, loads=loads, place=place: loads.loads(values)[place], loads.arrays["values"])
-        total += pull(sums)[0].reshape(total.shape)
+        total += pull(vary_like(sums, inputs))[0].reshape(total.shape)
     return total
 
 
