@@ -384,6 +384,9 @@ def test_exports_and_explains() -> None:
     assert_equal(exported.call(QUERY, KEY, VALUE), attend(QUERY, KEY, VALUE))
     told = ejkernel.explain(ejkernel.flash_attention, QUERY, KEY, VALUE, alibi_slopes=SLOPES)
     assert told.forward.chosen is not None and told.forward.chosen.id == "xla"
+    reasons = " ".join(reason for verdict in told.forward.verdicts for reason in verdict.reasons)
+    assert "does not accept score_mod" in reasons or len(told.forward.verdicts) == 1
+    assert "mod_values" not in reasons
 
 
 MASKS: dict[str, tuple[Callable[..., Any], float]] = {

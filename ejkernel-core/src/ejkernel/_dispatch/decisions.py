@@ -113,7 +113,8 @@ def _judge(request: Request, candidate: Candidate, wanted: tuple[str, ...]) -> V
         reason, verdict = _ask_supports(request, candidate)
         reasons += [reason] if reason else []
     if unknown := [name for name in given_fields(request.call) if not request.operation.accepts(implementation, name)]:
-        reasons.append(f"{candidate.id} does not accept {', '.join(unknown)}")
+        brought = [name for name in unknown if {*request.operation.brought.get(name, ())} & {*unknown}]
+        reasons.append(f"{candidate.id} does not accept {', '.join(name for name in unknown if name not in brought)}")
         verdict = "refused"
     if request.native_only and implementation.partitioning != "native":
         reasons.append(request.native_only)

@@ -28,6 +28,7 @@ class Contract(abc.ABC):
         Outputs: NamedTuple of what forward returns: the public outputs, then residuals (None unless `save_residuals`).
         revisions: how many optional fields `Call` had in the contract's first revision, then the names of those that each later
             one added. An implementation says which revision it was written for, and is given no later field.
+        brought: optional fields that others bring with them, each with those: a refusal names the latter alone.
         renamed: former names of fields, which earlier code may use, each with the present one; no new revision.
         differentiable: fields of `Inputs` that have a gradient, when they hold floats of two bytes or more.
         constants: public outputs that count as constants under differentiation, whose cotangents backward ignores.
@@ -44,6 +45,7 @@ class Contract(abc.ABC):
     Inputs: ClassVar[type]
     Outputs: ClassVar[type]
     revisions: ClassVar[tuple[int | tuple[str, ...], ...]]
+    brought: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
     differentiable: ClassVar[tuple[str, ...]]
     constants: ClassVar[tuple[str, ...]] = ()

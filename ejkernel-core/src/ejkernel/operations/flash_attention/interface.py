@@ -145,6 +145,7 @@ class FlashAttention(Operation):
     Inputs = FlashAttentionInputs
     Outputs = FlashAttentionOutputs
     revisions = (19, _FUNCTIONS)
+    brought = dict.fromkeys(_FUNCTIONS[2:], _FUNCTIONS[:2])
     renamed = (("scale", "softmax_scale"), ("soft_cap", "logits_soft_cap"), ("sinks", "softmax_aux"))
     differentiable = ("query", "key", "value", "bias", "softmax_aux", "mod_values")
     shardable = ("b", "h")
