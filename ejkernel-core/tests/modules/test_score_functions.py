@@ -260,12 +260,12 @@ def test_gradients_of_captured_arrays_are_not_rounded_one_by_one() -> None:
 def test_equal_programs_are_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
     """A lambda is a new object in every call; what it computes is not."""
 
-    def attend(slopes: Any) -> Any:
-        return ejkernel.flash_attention(QUERY, KEY, VALUE, score_mod=lambda s, b, h, i, j: s - slopes[h] * abs(i - j))
+    def attend(slopes: Any, power: Any) -> Any:
+        return ejkernel.flash_attention(QUERY, KEY, VALUE, score_mod=lambda s, b, h, i, j: power * s - slopes[h] * abs(i - j))
 
-    attend(SLOPES)
+    attend(SLOPES, jnp.float32(1.0))
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
-        attend(SLOPES * 2)
+        attend(SLOPES * 2, jnp.float32(0.5))
     assert [record.message for record in caplog.records if "_invoke" in record.message] == []
 
 

@@ -146,10 +146,8 @@ class _Reading:
 
     @staticmethod
     def _known(array: Any) -> Any:
-        """A number as a constant, an array as itself."""
-        if not isinstance(array, Tracer) and np.ndim(array) == 0 and not jnp.issubdtype(array.dtype, jax.dtypes.extended):
-            return Constant(np.asarray(array)[()])
-        return _Array(array)
+        """A number of NumPy as a constant. One of JAX is an array: functions that read another are the same program."""
+        return Constant(array[()]) if isinstance(array, (np.generic, np.ndarray)) and array.ndim == 0 else _Array(array)
 
     def _walk(self, jaxpr: Any, known: dict[Any, Any]) -> list[Any]:
         def ref(atom: Any) -> Any:
@@ -164,7 +162,10 @@ class _Reading:
                 inside = {var: self._known(array) for var, array in zip(inner.constvars, consts, strict=True)}
                 results = self._walk(inner, inside | dict(zip(inner.invars, operands, strict=True)))
             elif all(isinstance(operand, (Constant, _Array)) for operand in operands):
-                results = [self._known(array) for array in equation(jaxpr, eqn)([_number(operand) for operand in operands])]
+                found = equation(jaxpr, eqn)([_number(operand) for operand in operands])
+                if all(isinstance(operand, Constant) for operand in operands) and not any(map(_is_traced, found)):
+                    found = [np.asarray(array) for array in found]
+                results = [self._known(array) for array in found]
             else:
                 results = [self._node(jaxpr, eqn, operands, place) for place in range(len(eqn.outvars))]
             known |= dict(zip(eqn.outvars, results, strict=True))
@@ -314,6 +315,10 @@ class _Array:
     """An array that a function reads, while it is walked."""
 
     array: Any
+
+
+def _is_traced(array: Any) -> bool:
+    return isinstance(array, Tracer) or jnp.issubdtype(array.dtype, jax.dtypes.extended)
 
 
 def _number(ref: Any) -> Any:
