@@ -369,7 +369,8 @@ def explained() -> str:
         settings = {"EJKERNEL_PLUGINS": "xla,triton,pallas", "EJKERNEL_CACHE_DIR": folder, "JAX_PLATFORMS": "cpu"}
         found = {name: value for name, value in os.environ.items() if not name.startswith("EJKERNEL_")} | settings
         run = subprocess.run([sys.executable, "-c", program], env=found, capture_output=True, text=True, check=True)
-    return f"```text\n{run.stdout.strip()}\n```"
+    told = "\n".join(line for line in run.stdout.splitlines() if "EJKERNEL_PLUGINS does not name it" not in line)
+    return f"```text\n{told}\n```"
 
 
 def _lost_row(one: Compared) -> str:
