@@ -19,17 +19,19 @@ from typing import Any
 __all__ = ["host_devices", "promote_nothing"]
 
 _FLAG = "--xla_force_host_platform_device_count"
+_PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds"
 
 
 def host_devices(count: int = 8) -> None:
     """Have a CPU show so many devices, in this process and in those it starts, unless `XLA_FLAGS` says how many already.
 
     Does nothing once JAX has looked for devices. XLA then has as many threads too, of which the interpreter of Mosaic GPU kernels
-    blocks one per warpgroup of a cluster.
+    blocks one per warpgroup of a cluster. On a busy machine devices wait for each other: XLA would end the process after 40 s.
     """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if _FLAG not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
+    for flag, value in ((_FLAG, count), (_PATIENCE, 300)):
+        flags = os.environ.get("XLA_FLAGS", "")
+        if flag not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} {flag}={value}".strip()
 
 
 def promote_nothing() -> Callable[[], None]:
