@@ -139,11 +139,15 @@ def test_a_plugin_that_knows_former_names_computes_what_others_do(older):
 
 
 def test_a_table_that_knows_former_names_is_found(tmp_path):
+    """And is of calls without the fields that later revisions brought."""
     call = FlashAttentionCall(**OPERATION.canonicalise(*[jnp.ones((1, 8, 2, 4))] * 3, logits_soft_cap=3.0).call.__dict__)
     fields = json.loads(canonical_json({"soft_cap": call.logits_soft_cap, "scale": call.softmax_scale, "sinks": None}))
     key = Key("flash_attention", "forward", "xla", 1, canonical_json(fields), "cpu", "cpu", "", "0.11.2", "0.1")
     path = tmp_path / "table.json"
     path.write_text(dump_entries([Entry(key, {"block_q": 8}, check=Check(True, 0.5))]))
     (found,) = _index(((str(path), "xla", True),), "flash_attention").exact
-    assert json.loads(found.call) == {"logits_soft_cap": 3.0, "softmax_scale": 0.5, "softmax_aux": None}
+    later = [name for name, revision in OPERATION.optional_fields.items() if revision > 1]
+    assert "score_mod" in later
+    known = {"logits_soft_cap": 3.0, "softmax_scale": 0.5, "softmax_aux": None}
+    assert json.loads(found.call) == known | dict.fromkeys(later)
     assert not _index(((str(path), "xla", True),), "rms_norm").exact
