@@ -6,12 +6,12 @@ python tools/draw_masks.py --check    exit 1 if a picture is out of date
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from pathlib import Path
 
 import numpy as np
+from pictures import write_or_check
 
 from ejkernel import MaskInfo
 
@@ -52,23 +52,8 @@ def picture(visible: np.ndarray) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    folder = PAGE.parent / "pictures"
-    wanted = {folder / f"{name}.svg": picture(visible) for name, visible in masks().items()}
-    there = {path: path.read_text() for path in folder.glob("*.svg")}
-    if check:
-        outdated = sorted(path.name for path in wanted.keys() | there.keys() if wanted.get(path) != there.get(path))
-        if outdated:
-            print(f"{', '.join(outdated)}: out of date; run python tools/draw_masks.py", file=sys.stderr)
-        return int(bool(outdated))
-    folder.mkdir(exist_ok=True)
-    for path in there.keys() - wanted.keys():
-        path.unlink()
-    for path, text in wanted.items():
-        path.write_text(text)
-    return 0
+    wanted = {f"{name}.svg": picture(visible) for name, visible in masks().items()}
+    return write_or_check(PAGE.parent / "pictures", wanted, "tools/draw_masks.py", __doc__)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,13 @@ python tools/draw_peers.py --check    exit 1 if one is out of date
 
 from __future__ import annotations
 
-import argparse
 import html
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from pictures import write_or_check
 
 from ejkernel_bench._document import read_document
 from ejkernel_bench._history import Compared, newest
@@ -140,32 +141,18 @@ def logo(colours: Mapping[str, str]) -> str:
     )
 
 
-def pictures() -> dict[Path, str]:
-    """File -> its text."""
+def pictures() -> dict[str, str]:
+    """Name of a file -> its text."""
     cases = on_hopper()
-    found: dict[Path, str] = {}
+    found: dict[str, str] = {}
     for end, colours in COLOURS.items():
-        found[FOLDER / f"peers{end}.svg"] = picture(cases, colours)
-        found[FOLDER / f"logo{end}.svg"] = logo(colours)
+        found[f"peers{end}.svg"] = picture(cases, colours)
+        found[f"logo{end}.svg"] = logo(colours)
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    wanted = pictures()
-    there = {path: path.read_text() for path in FOLDER.glob("*.svg")}
-    outdated = sorted(path.name for path in wanted.keys() | there.keys() if wanted.get(path) != there.get(path))
-    if check:
-        if outdated:
-            print(f"{', '.join(outdated)}: out of date; run python tools/draw_peers.py", file=sys.stderr)
-        return int(bool(outdated))
-    for path in there.keys() - wanted.keys():
-        path.unlink()
-    for path, text in wanted.items():
-        path.write_text(text)
-    return 0
+    return write_or_check(FOLDER, pictures(), "tools/draw_peers.py", __doc__)
 
 
 if __name__ == "__main__":
