@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton._jax_triton import call_kernel
-from ejkernel_triton.flash_attention.score_tiles import RESULT, SLOPE, evaluated
+from ejkernel_triton.flash_attention.score_tiles import evaluated
 
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 TOKENS = 16
@@ -106,7 +106,7 @@ def test_programs_compute_what_the_function_says(name: str, interpreted: None) -
         by_key = jax.vmap(lambda s, i, j: one(s, BATCH, HEAD, i, j), in_axes=(0, None, 0))
         return jax.vmap(by_key, in_axes=(0, 0, None))(SCORES, index, index)
 
-    for which, expected in ((RESULT, over_tile(function)), (SLOPE, over_tile(jax.grad(function)))):
+    for which, expected in (("result", over_tile(function)), ("slope", over_tile(jax.grad(function)))):
         (got,) = call_kernel(
             over_tile_kernel,
             (SCORES, values, integers, BATCH, HEAD),
@@ -114,7 +114,7 @@ def test_programs_compute_what_the_function_says(name: str, interpreted: None) -
             grid=1,
             num_warps=1,
             R=Params(params),
-            WHICH=which.value,
+            WHICH=which,
             SIZE=TOKENS,
         )
         np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-5)

@@ -16,7 +16,7 @@ replaced by 0 in the MMAs and propagate through the weights to the entries that 
 import triton
 import triton.language as tl
 
-from ejkernel_triton.flash_attention.score_tiles import RESULT, SLOPE, evaluated
+from ejkernel_triton.flash_attention.score_tiles import evaluated
 from ejkernel_triton.flash_attention.tiles import (
     any_nan,
     bias_in,
@@ -77,7 +77,7 @@ def weights_of(
     b_logits, b_tangent = logits_of(b_qk, b_bias, R)
     b_scores = b_logits
     if R.score is not None:
-        b_logits = tl.zeros_like(b_logits) + evaluated(p_masks, b_scores, o_query, o_key, R, RESULT)
+        b_logits = tl.zeros_like(b_logits) + evaluated(p_masks, b_scores, o_query, o_key, R, "result")
         m_visible = m_visible & (b_logits != float("-inf"))
     b_exponents = b_logits * R.unit
     if STARTED:
@@ -91,7 +91,7 @@ def weights_of(
     if DERIVATIVE is not None:
         b_slope = evaluated(p_masks, b_scores, o_query, o_key, R, DERIVATIVE)
     elif R.score is not None:
-        b_slope = b_slope * evaluated(p_masks, b_scores, o_query, o_key, R, SLOPE)
+        b_slope = b_slope * evaluated(p_masks, b_scores, o_query, o_key, R, "slope")
     if MASKED:
         b_weights = tl.where(m_visible, b_weights, 0.0)
     if R.dropout:

@@ -12,7 +12,7 @@ that see it.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.flash_attention.score_tiles import RESULT, evaluated
+from ejkernel_triton.flash_attention.score_tiles import evaluated
 from ejkernel_triton.flash_attention.tiles import (
     any_nan,
     bias_in,
@@ -74,7 +74,7 @@ def online_softmax_update(
             b_bias, m_visible = bias_in(p_masks, m_visible, o_query, o_key, queries, keys, R, NAN_SAFE)
         b_logits, _ = logits_of(b_qk, b_bias, R)
         if R.score is not None:
-            b_logits = tl.zeros_like(b_logits) + evaluated(p_masks, b_logits, o_query, o_key, R, RESULT)
+            b_logits = tl.zeros_like(b_logits) + evaluated(p_masks, b_logits, o_query, o_key, R, "result")
         value = load_operand(
             p_value + o_start * VALUE_STRIDE, o_block, keys - i_key, VALUE_STRIDE, R.value_size, BLOCK_V, MASKED, R
         )

@@ -21,7 +21,6 @@ from ejkernel_triton.flash_attention.config import BackwardConfig, ForwardConfig
 from ejkernel_triton.flash_attention.forward import forward_kernel
 from ejkernel_triton.flash_attention.mask_params import LOG2_E, Lists, MaskParams, mask_params_of
 from ejkernel_triton.flash_attention.score_params import score_params
-from ejkernel_triton.flash_attention.score_tiles import ONE
 from ejkernel_triton.flash_attention.split_precision import split_bf16
 
 _CACHED_BYTES = 24 * 2**20
@@ -334,7 +333,7 @@ def _tile_sums(
     config: BackwardConfig,
     shape: tuple[int, ...],
     dtype: Any,
-    derivative: int | None,
+    derivative: int | str | None,
 ) -> Any:
     """d_logits times a derivative of theirs, see `score_tiles.program_of`, or else by the bias, summed to `[b?, h?, t?, s?]`."""
     mask_params = mask_params_of(call)
@@ -380,7 +379,7 @@ def _value_gradient(
             config,
             (batch, heads, queries, 1),
             jnp.float32,
-            ONE.value,
+            "one",
         )[..., 0]
         delta = exact if d_lse is None else exact - _heads_first(d_lse)
     rows = _rows(call, d_out, shift, delta)

@@ -7,12 +7,6 @@
 import triton
 import triton.language as tl
 
-RESULT: tl.constexpr = tl.constexpr(-1)
-SLOPE: tl.constexpr = tl.constexpr(-2)
-MASK: tl.constexpr = tl.constexpr(-3)
-ONE: tl.constexpr = tl.constexpr(-4)
-"""Programs: of the score function and its derivative by the score, of the mask function, and the number 1."""
-
 
 @triton.jit
 def as_dtype(x, DTYPE: tl.constexpr):
@@ -47,12 +41,11 @@ def number(VALUE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.constexpr_function
 def program_of(R, which):
-    """The program of a derivative by its place among those of the loads, or one of RESULT, SLOPE, MASK and ONE."""
-    if which == -4:
-        return R.one
-    if which == -3:
-        return R.mask_program
-    return {-1: R.score.result, -2: R.score.slope}[which] if which < 0 else R.score.load_slopes[which]
+    """The program of a derivative by its place among those of the loads, or one by its name: "result" and "slope" of the score
+    function, "mask", and "one", the number 1."""
+    if isinstance(which, int):
+        return R.score.load_slopes[which]
+    return {"one": R.one, "mask": R.mask_program}[which] if which in ("one", "mask") else getattr(R.score, which)
 
 
 @triton.constexpr_function

@@ -10,7 +10,7 @@ BQ]` and `[BK, 1]` if scores are transposed. `R` is a `MaskParams`.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.flash_attention.score_tiles import MASK, evaluated
+from ejkernel_triton.flash_attention.score_tiles import evaluated
 
 
 @triton.jit
@@ -376,7 +376,7 @@ def visible_in(p_masks, o_query, o_key, queries, keys, R: tl.constexpr):
     if R.mask >= 0:
         m_visible = m_visible & load_scores(p_masks[1], o_query, o_key, queries, keys, R.mask).to(tl.int1)
     if R.mask_program is not None:
-        m_visible = m_visible & evaluated(p_masks, 0.0, o_query, o_key, R, MASK)
+        m_visible = m_visible & evaluated(p_masks, 0.0, o_query, o_key, R, "mask")
     return m_visible
 
 
