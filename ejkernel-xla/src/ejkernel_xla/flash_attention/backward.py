@@ -86,7 +86,7 @@ def backward_sweep(
         nonfinite = propagate_nan(arrays.query) + propagate_nan(d_out)
         arrays, stats, d_out = _nan_safe(arrays, stats, d_out, nonfinite)
     stats = stats._replace(shift=jnp.where(stats.shift == -jnp.inf, jnp.inf, stats.shift))
-    if _values(arrays) is not None and call.normalize_output:
+    if call.score_mod is not None and _values(arrays) is not None and call.normalize_output:
         stats = stats._replace(delta=_exact_delta(call, arrays, layout, stats, d_out, cotangents.lse))
     return _sweep(call, arrays, layout, stats, d_out)._replace(sinks=d_sinks)
 

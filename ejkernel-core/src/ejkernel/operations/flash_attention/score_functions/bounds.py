@@ -33,7 +33,7 @@ def static_tiles(function: ScoreFunction, query: Bounds, key: Bounds) -> tuple[A
         found = _ANY
         if rule is not None and not node.shape and node.dtype in ("bool", "int32"):
             with np.errstate(invalid="ignore", over="ignore"):
-                found = _checked(rule(node.params, *(_bounds(operand, known) for operand in node.operands)), node.dtype)
+                found = _checked(rule(*(_bounds(operand, known) for operand in node.operands)), node.dtype)
         known[Result(place)] = found
     low, high = _bounds(function.output, known)
     return high >= 1, low >= 1
@@ -42,7 +42,8 @@ def static_tiles(function: ScoreFunction, query: Bounds, key: Bounds) -> tuple[A
 def device_tiles(call: Any, inputs: Any, function: ScoreFunction, block_q: int, block_k: int) -> tuple[Any, Any]:
     """The same by looking at every pair, bool `[b?, queries, keys]` in tiles: some head sees some pair, all heads see all."""
     places = places_of(call, inputs)
-    rows = places.batch.shape[0] if _varies(function, places, "batch") else 1
+    by_row = any(numbers is not None and numbers.shape[0] > 1 for numbers in (places.values, places.integers))
+    rows = places.batch.shape[0] if by_row or "batch" in function.scalars else 1
     places = places._replace(batch=places.batch[:rows], head=places.head if "head" in function.scalars else places.head[:, :1])
     keys = places.key.shape[1]
 
@@ -58,11 +59,6 @@ def device_tiles(call: Any, inputs: Any, function: ScoreFunction, block_q: int, 
     blocks = jnp.moveaxis(padded.reshape(padded.shape[0], -1, block_q), 1, 0)
     some, every = jax.lax.map(of_block, blocks)
     return jnp.moveaxis(some, 0, 1), jnp.moveaxis(every, 0, 1)
-
-
-def _varies(function: ScoreFunction, places: Any, name: str) -> bool:
-    own = [numbers is not None and numbers.shape[0] > 1 for numbers in (places.values, places.integers)]
-    return name in function.scalars or any(own)
 
 
 def _bounds(ref: Ref, known: Mapping[Ref, Bounds]) -> Bounds:
@@ -86,13 +82,13 @@ def _of_ends(combine: Callable[[Any, Any], Any], a: Bounds, b: Bounds) -> Bounds
     return np.minimum.reduce(np.broadcast_arrays(*ends)), np.maximum.reduce(np.broadcast_arrays(*ends))
 
 
-def _divided(_: Any, a: Bounds, b: Bounds) -> Bounds:
+def _divided(a: Bounds, b: Bounds) -> Bounds:
     if np.any((b[0] <= 0) & (b[1] >= 0)):
         return _ANY
     return _of_ends(lambda x, y: np.trunc(x / y), a, b)
 
 
-def _remainder(_: Any, a: Bounds, b: Bounds) -> Bounds:
+def _remainder(a: Bounds, b: Bounds) -> Bounds:
     """With the sign of the dividend; of a constant above 0."""
     if np.any(b[0] != b[1]) or np.any(b[0] <= 0):
         return _ANY
@@ -102,24 +98,24 @@ def _remainder(_: Any, a: Bounds, b: Bounds) -> Bounds:
     return np.where(same, low, np.where(a[0] >= 0, 0, 1 - size)), np.where(same, high, np.where(a[1] <= 0, 0, size - 1))
 
 
-def _absolute(_: Any, a: Bounds) -> Bounds:
+def _absolute(a: Bounds) -> Bounds:
     across = (a[0] <= 0) & (a[1] >= 0)
     low, high = np.abs(a[0]), np.abs(a[1])
     return np.where(across, 0, np.minimum(low, high)), np.maximum(low, high)
 
 
-def _equal(_: Any, a: Bounds, b: Bounds) -> Bounds:
+def _equal(a: Bounds, b: Bounds) -> Bounds:
     apart = (a[1] < b[0]) | (b[1] < a[0])
     same = (a[0] == a[1]) & (b[0] == b[1]) & (a[0] == b[0])
     return same * 1.0, ~apart * 1.0
 
 
-def _not(_: Any, a: Bounds) -> Bounds:
+def _not(a: Bounds) -> Bounds:
     return 1 - a[1], 1 - a[0]
 
 
-def _unequal(_: Any, a: Bounds, b: Bounds) -> Bounds:
-    return _not(_, _equal(_, a, b))
+def _unequal(a: Bounds, b: Bounds) -> Bounds:
+    return _not(_equal(a, b))
 
 
 def _below(strictly: bool, a: Bounds, b: Bounds) -> Bounds:
@@ -128,7 +124,7 @@ def _below(strictly: bool, a: Bounds, b: Bounds) -> Bounds:
     return (a[1] <= b[0]) * 1.0, (a[0] <= b[1]) * 1.0
 
 
-def _selected(_: Any, which: Bounds, *cases: Bounds) -> Bounds:
+def _selected(which: Bounds, *cases: Bounds) -> Bounds:
     if len(cases) != 2:
         return _ANY
     first, second = which[1] < 1, which[0] >= 1
@@ -137,43 +133,39 @@ def _selected(_: Any, which: Bounds, *cases: Bounds) -> Bounds:
     return low, high
 
 
-def _both(params: Any, a: Bounds, b: Bounds) -> Bounds:
+def _both(a: Bounds, b: Bounds) -> Bounds:
     return np.minimum(a[0], b[0]), np.minimum(a[1], b[1])
 
 
-def _either(params: Any, a: Bounds, b: Bounds) -> Bounds:
+def _either(a: Bounds, b: Bounds) -> Bounds:
     return np.maximum(a[0], b[0]), np.maximum(a[1], b[1])
 
 
-def _exclusive(params: Any, a: Bounds, b: Bounds) -> Bounds:
-    return _unequal(params, a, b)
-
-
-_BOOLS: Mapping[str, Callable[..., Bounds]] = {"and": _both, "or": _either, "xor": _exclusive, "not": _not}
+_BOOLS: Mapping[str, Callable[..., Bounds]] = {"and": _both, "or": _either, "xor": _unequal, "not": _not}
 """Rules of bools alone: of integers these are of bits."""
 
 _RULES: Mapping[str, Callable[..., Bounds]] = {
-    "add": lambda _, a, b: (a[0] + b[0], a[1] + b[1]),
-    "sub": lambda _, a, b: (a[0] - b[1], a[1] - b[0]),
-    "mul": lambda _, a, b: _of_ends(np.multiply, a, b),
-    "neg": lambda _, a: (-a[1], -a[0]),
+    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
+    "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
+    "mul": lambda a, b: _of_ends(np.multiply, a, b),
+    "neg": lambda a: (-a[1], -a[0]),
     "abs": _absolute,
-    "sign": lambda _, a: (np.sign(a[0]), np.sign(a[1])),
+    "sign": lambda a: (np.sign(a[0]), np.sign(a[1])),
     "div": _divided,
     "rem": _remainder,
-    "max": lambda _, a, b: (np.maximum(a[0], b[0]), np.maximum(a[1], b[1])),
-    "min": lambda _, a, b: (np.minimum(a[0], b[0]), np.minimum(a[1], b[1])),
-    "clamp": lambda _, low, a, high: tuple(np.minimum(np.maximum(end, low[i]), high[i]) for i, end in enumerate(a)),
-    "lt": lambda _, a, b: _below(True, a, b),
-    "le": lambda _, a, b: _below(False, a, b),
-    "gt": lambda _, a, b: _below(True, b, a),
-    "ge": lambda _, a, b: _below(False, b, a),
+    "max": lambda a, b: (np.maximum(a[0], b[0]), np.maximum(a[1], b[1])),
+    "min": lambda a, b: (np.minimum(a[0], b[0]), np.minimum(a[1], b[1])),
+    "clamp": lambda low, a, high: tuple(np.minimum(np.maximum(end, low[i]), high[i]) for i, end in enumerate(a)),
+    "lt": lambda a, b: _below(True, a, b),
+    "le": lambda a, b: _below(False, a, b),
+    "gt": lambda a, b: _below(True, b, a),
+    "ge": lambda a, b: _below(False, b, a),
     "eq": _equal,
     "ne": _unequal,
     "select_n": _selected,
-    "stop_gradient": lambda _, a: a,
-    "copy": lambda _, a: a,
-    "squeeze": lambda _, a: a,
-    "reshape": lambda _, a: a,
-    "broadcast_in_dim": lambda _, a: a,
+    "stop_gradient": lambda a: a,
+    "copy": lambda a: a,
+    "squeeze": lambda a: a,
+    "reshape": lambda a: a,
+    "broadcast_in_dim": lambda a: a,
 }

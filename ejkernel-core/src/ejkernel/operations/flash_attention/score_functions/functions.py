@@ -52,6 +52,8 @@ class Functions:
 
     def inputs(self, sizes: tuple[int, int, int, int], **given: Any) -> dict[str, Any]:
         """The arrays of the canonical inputs, for (B, H, T, S): what the functions read, and of the indices those that they do."""
+        if self.score_mod is None and self.mask_mod is None:
+            return {}
         found = {"mod_values": self.values, "mod_integers": self.integers}
         for name, known in indices_of(*sizes[:2]).items():
             index = known if given[name] is None else given[name]
